@@ -1,0 +1,1 @@
+"""Frames and a question in, a stream of answer events out; knows nothing of ROS."""

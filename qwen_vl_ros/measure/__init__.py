@@ -1,0 +1,1 @@
+"""Timelines, rooflines, device sensors, reports: every number the package prints is made here."""
