@@ -192,7 +192,7 @@ def tone_map(values: np.ndarray, missing: np.ndarray | None = None) -> np.ndarra
     """
     if values.dtype.kind == 'f':
         # Over 3.4e38 counts as infinite, so that the range below stays finite.
-        with np.errstate(over='ignore'):
+        with np.errstate(over='ignore', invalid='ignore'):
             values = values.astype(np.float32).astype(np.float64)
     else:
         values = values.astype(np.float32 if values.dtype.itemsize < 4 else np.float64)

@@ -1,0 +1,226 @@
+"""
+From image messages to a request: what the node and the replay share.
+
+No ROS import: messages are read by their field names, so those of rclpy and of the ``rosbags``
+library both do. Clocks are passed in, so a bag gives the same requests on every run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qwen_vl_ros.decode import FrameError, decode_compressed, decode_image
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.engine.types import Request, Visual
+from qwen_vl_ros.frame import Frame
+
+#: 2000-01-01 in nanoseconds since the epoch; an older stamp was never set, or in another unit.
+YEAR_2000_NS = 946_684_800 * 10**9
+
+#: Clocks of camera and host may differ by this much before a stamp counts as from the future.
+FUTURE_NS = 10**9
+
+
+def frame_from_message(message: Any, *, camera: str = '', received_ns: int = 0) -> Frame:
+    """
+    Decode a ``sensor_msgs/Image`` or ``sensor_msgs/CompressedImage``.
+
+    :param message: told apart by the field ``format``, which only the latter has.
+    :param camera: name of the camera as configured.
+    :param received_ns: when it arrived, on the clock that :meth:`FrameStore.select` is given.
+    :raises FrameError: when the message holds no usable picture.
+    """
+    stamp = message.header.stamp
+    origin: dict[str, Any] = {
+        'stamp_ns': stamp.sec * 10**9 + stamp.nanosec, 'frame_id': message.header.frame_id,
+        'camera': camera, 'received_ns': received_ns}
+    if hasattr(message, 'format'):
+        return decode_compressed(message.format, message.data, **origin)
+    return decode_image(message.encoding, message.width, message.height, message.step,
+                        message.is_bigendian, message.data, **origin)
+
+
+def odd_stamp(stamp_ns: int, now_ns: int) -> bool:
+    """Say whether a stamp cannot be a time of capture: unset, before 2000, or in the future."""
+    simulated = now_ns < YEAR_2000_NS
+    return (stamp_ns <= 0 or (stamp_ns < YEAR_2000_NS and not simulated)
+            or stamp_ns > now_ns + FUTURE_NS)
+
+
+def age_ns(frame: Frame, now_ns: int, now_received_ns: int) -> int:
+    """
+    Return how old a picture is, nanoseconds; from reception where its stamp is odd.
+
+    :param now_ns: ROS time (the bag's time in a replay).
+    :param now_received_ns: now, on the clock of :attr:`Frame.received_ns`.
+    """
+    if odd_stamp(frame.stamp_ns, now_ns):
+        return max(0, now_received_ns - frame.received_ns)
+    return max(0, now_ns - frame.stamp_ns)
+
+
+@dataclass(frozen=True)
+class CameraCounts:
+    """What became of a camera's messages; ``last_reason`` explains the newest rejection."""
+
+    received: int = 0
+    replaced: int = 0
+    rejected: int = 0
+    odd_stamps: int = 0
+    last_reason: str = ''
+
+
+class FrameStore:
+    """
+    The newest good frames of every camera. Safe to use from several threads.
+
+    :param cameras: names in order; the first is asked when a question names none.
+    :param history: frames kept a camera, for clips; 1 keeps the newest alone.
+    """
+
+    def __init__(self, cameras: Sequence[str], history: int = 1) -> None:
+        self._lock = threading.Lock()
+        self._frames: dict[str, deque[Frame]] = {c: deque(maxlen=history) for c in cameras}
+        self._counts = {c: CameraCounts() for c in cameras}
+        self._seen: dict[str, bool] = dict.fromkeys(cameras, True)
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Return the cameras' names in order."""
+        return tuple(self._frames)
+
+    def offer(self, camera: str, message: Any, *, now_ns: int, received_ns: int) -> Frame | None:
+        """
+        Decode a message and keep it; a bad one is counted and the last good frame stays.
+
+        :param now_ns: ROS time, to tell odd stamps.
+        :param received_ns: see :func:`frame_from_message`.
+        :return: the frame, or ``None`` when it was rejected (see :meth:`counts`).
+        """
+        try:
+            frame = frame_from_message(message, camera=camera, received_ns=received_ns)
+        except FrameError as error:
+            with self._lock:
+                old = self._counts[camera]
+                self._counts[camera] = replace(
+                    old, received=old.received + 1, rejected=old.rejected + 1,
+                    last_reason=error.reason)
+            return None
+        with self._lock:
+            old = self._counts[camera]
+            self._counts[camera] = replace(
+                old, received=old.received + 1, replaced=old.replaced + (not self._seen[camera]),
+                odd_stamps=old.odd_stamps + odd_stamp(frame.stamp_ns, now_ns))
+            self._frames[camera].append(frame)
+            self._seen[camera] = False
+        return frame
+
+    def counts(self, camera: str) -> CameraCounts:
+        """Return the counters of one camera."""
+        with self._lock:
+            return self._counts[camera]
+
+    def newest(self, camera: str) -> Frame | None:
+        """Return the newest good frame without marking it as used."""
+        with self._lock:
+            frames = self._frames[camera]
+            return frames[-1] if frames else None
+
+    def clear(self) -> None:
+        """Forget all frames (not the counters)."""
+        with self._lock:
+            for camera, frames in self._frames.items():
+                frames.clear()
+                self._seen[camera] = True
+
+    def select(
+        self, cameras: Sequence[str] = (), *, num_frames: int = 1, now_ns: int,
+        now_received_ns: int, max_age_ns: int | None = None,
+    ) -> tuple[Visual, ...]:
+        """
+        Choose what a question looks at.
+
+        :param cameras: names; none means the first camera.
+        :param num_frames: 1 for a still, more for a clip of the newest frames, oldest first;
+            fewer where fewer have arrived.
+        :param now_ns: ROS time.
+        :param now_received_ns: now, on the clock of :attr:`Frame.received_ns`.
+        :param max_age_ns: older newest frames are refused; ``None`` takes any.
+        :raises EngineError: BAD_REQUEST for an unknown camera, NO_IMAGE, STALE_IMAGE.
+        """
+        chosen = tuple(cameras) or self.cameras[:1]
+        if not chosen:
+            raise EngineError(ErrorCode.BAD_REQUEST, 'no camera is configured')
+        visuals = []
+        with self._lock:
+            for camera in chosen:
+                if camera not in self._frames:
+                    raise EngineError(
+                        ErrorCode.BAD_REQUEST,
+                        f"there is no camera '{camera}'; there are {', '.join(self._frames)}")
+                frames = tuple(self._frames[camera])[-max(1, num_frames):]
+                if not frames:
+                    raise EngineError(ErrorCode.NO_IMAGE, self._why_no_image(camera))
+                age = age_ns(frames[-1], now_ns, now_received_ns)
+                if max_age_ns is not None and age > max_age_ns:
+                    raise EngineError(
+                        ErrorCode.STALE_IMAGE,
+                        f"the newest image of camera '{camera}' is {age / 1e9:.2f} s old; "
+                        f'at most {max_age_ns / 1e9:.2f} s are allowed')
+                visuals.append(Visual(frames))
+                self._seen[camera] = True
+        return tuple(visuals)
+
+    def _why_no_image(self, camera: str) -> str:
+        counts = self._counts[camera]
+        if counts.rejected:
+            return (f"camera '{camera}' has sent {counts.rejected} images and none was usable; "
+                    f'the last one: {counts.last_reason}')
+        return f"camera '{camera}' has sent no image yet"
+
+
+@dataclass(frozen=True)
+class AskOptions:
+    """What every question of a node or a replay has in common; see :class:`Request`."""
+
+    system_prompt: str | None = None
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    keep_ratio: float = 1.0
+    deadline_s: float | None = None
+
+
+def build_request(
+    question: str, visuals: Sequence[Visual], options: AskOptions, **own: Any,
+) -> Request:
+    """
+    Put a question together.
+
+    :param question: the user's words; blank ones are refused.
+    :param visuals: from :meth:`FrameStore.select`, or of the question's own pictures.
+    :param options: defaults.
+    :param own: fields of :class:`Request` that this question sets itself.
+    :raises EngineError: BAD_REQUEST, with the field's name, for a value out of range.
+    """
+    fields: dict[str, Any] = {**vars(options), **own}
+    if not question.strip():
+        raise EngineError(ErrorCode.BAD_REQUEST, 'the question is empty')
+    checks = (
+        ('max_new_tokens', fields['max_new_tokens'] >= 1, 'at least 1'),
+        ('temperature', 0 <= fields['temperature'] < float('inf'), 'not negative'),
+        ('top_p', 0 < fields['top_p'] <= 1, 'in (0, 1]'),
+        ('top_k', fields['top_k'] >= 0, 'not negative'),
+        ('keep_ratio', 0 < fields['keep_ratio'] <= 1, 'in (0, 1]'),
+    )
+    for name, good, expected in checks:
+        if not good:
+            raise EngineError(
+                ErrorCode.BAD_REQUEST, f'{name} is {fields[name]}; expected {expected}')
+    return Request(question=question, visuals=tuple(visuals), **fields)
