@@ -74,6 +74,26 @@ class CameraCounts:
     last_reason: str = ''
 
 
+class _Slot:
+    """A message of a camera, decoded when somebody needs it."""
+
+    def __init__(self, message: Any, camera: str, received_ns: int) -> None:
+        self._message = message
+        self._camera = camera
+        self._received_ns = received_ns
+        self._frame: Frame | None = None
+        self._lock = threading.Lock()
+
+    def frame(self) -> Frame:
+        """:raises FrameError: as :func:`frame_from_message`."""
+        with self._lock:
+            if self._frame is None:
+                self._frame = frame_from_message(
+                    self._message, camera=self._camera, received_ns=self._received_ns)
+                self._message = None
+            return self._frame
+
+
 class FrameStore:
     """
     The newest good frames of every camera. Safe to use from several threads.
@@ -82,42 +102,87 @@ class FrameStore:
     :param history: frames kept a camera, for clips; 1 keeps the newest alone.
     """
 
+    #: Messages kept undecoded at least, so that a bad one has good ones behind it.
+    SPARE = 3
+
     def __init__(self, cameras: Sequence[str], history: int = 1) -> None:
         self._lock = threading.Lock()
-        self._frames: dict[str, deque[Frame]] = {c: deque(maxlen=history) for c in cameras}
+        self._slots: dict[str, deque[_Slot]] = {
+            c: deque(maxlen=max(history, self.SPARE)) for c in cameras}
+        self._history = history
+        self._good: dict[str, _Slot] = {}
         self._counts = {c: CameraCounts() for c in cameras}
         self._seen: dict[str, bool] = dict.fromkeys(cameras, True)
 
     @property
     def cameras(self) -> tuple[str, ...]:
         """Return the cameras' names in order."""
-        return tuple(self._frames)
+        return tuple(self._slots)
 
-    def offer(self, camera: str, message: Any, *, now_ns: int, received_ns: int) -> Frame | None:
+    def offer(self, camera: str, message: Any, *, now_ns: int, received_ns: int,
+              lazy: bool = False) -> Frame | None:
         """
-        Decode a message and keep it; a bad one is counted and the last good frame stays.
+        Keep a message; a bad one is counted and the last good frame stays.
 
         :param now_ns: ROS time, to tell odd stamps.
         :param received_ns: see :func:`frame_from_message`.
-        :return: the frame, or ``None`` when it was rejected (see :meth:`counts`).
+        :param lazy: decode (and perhaps reject) it only when a question or :meth:`newest` looks
+            at it, so that a camera costs nothing while nobody asks.
+        :return: the frame, or ``None`` when it was rejected (see :meth:`counts`) or is lazy.
         """
-        try:
-            frame = frame_from_message(message, camera=camera, received_ns=received_ns)
-        except FrameError as error:
-            with self._lock:
-                old = self._counts[camera]
-                self._counts[camera] = replace(
-                    old, received=old.received + 1, rejected=old.rejected + 1,
-                    last_reason=error.reason)
-            return None
+        slot = _Slot(message, camera, received_ns)
+        frame = None
+        if not lazy:
+            try:
+                frame = slot.frame()
+            except FrameError as error:
+                with self._lock:
+                    self._count(camera, received=1)
+                self._reject(camera, slot, error)
+                return None
+        stamp = message.header.stamp
+        odd = odd_stamp(stamp.sec * 10**9 + stamp.nanosec, now_ns)
         with self._lock:
-            old = self._counts[camera]
-            self._counts[camera] = replace(
-                old, received=old.received + 1, replaced=old.replaced + (not self._seen[camera]),
-                odd_stamps=old.odd_stamps + odd_stamp(frame.stamp_ns, now_ns))
-            self._frames[camera].append(frame)
+            self._count(camera, received=1, replaced=not self._seen[camera], odd_stamps=odd)
+            self._slots[camera].append(slot)
             self._seen[camera] = False
         return frame
+
+    def _count(self, camera: str, **more: int) -> None:
+        old = self._counts[camera]
+        self._counts[camera] = replace(
+            old, **{name: getattr(old, name) + value for name, value in more.items()})
+
+    def _reject(self, camera: str, slot: _Slot, error: FrameError) -> None:
+        """Count a bad message once and forget it."""
+        with self._lock:
+            if slot in self._slots[camera]:
+                self._slots[camera].remove(slot)
+            self._counts[camera] = replace(
+                self._counts[camera], rejected=self._counts[camera].rejected + 1,
+                last_reason=error.reason)
+
+    def _frames(self, camera: str, count: int) -> tuple[Frame, ...]:
+        """Return up to ``count`` newest good frames, oldest first; decodes outside the lock."""
+        with self._lock:
+            slots = tuple(self._slots[camera])
+            good = self._good.get(camera)
+        frames: list[Frame] = []
+        for slot in reversed(slots):
+            try:
+                frames.append(slot.frame())
+            except FrameError as error:
+                self._reject(camera, slot, error)
+                continue
+            if len(frames) == 1:
+                with self._lock:
+                    if self._slots[camera]:  # not after clear()
+                        self._good[camera] = slot
+            if len(frames) == count:
+                break
+        if not frames and good is not None:
+            frames = [good.frame()]
+        return tuple(reversed(frames))
 
     def counts(self, camera: str) -> CameraCounts:
         """Return the counters of one camera."""
@@ -126,15 +191,15 @@ class FrameStore:
 
     def newest(self, camera: str) -> Frame | None:
         """Return the newest good frame without marking it as used."""
-        with self._lock:
-            frames = self._frames[camera]
-            return frames[-1] if frames else None
+        frames = self._frames(camera, 1)
+        return frames[0] if frames else None
 
     def clear(self) -> None:
         """Forget all frames (not the counters)."""
         with self._lock:
-            for camera, frames in self._frames.items():
-                frames.clear()
+            self._good.clear()
+            for camera, slots in self._slots.items():
+                slots.clear()
                 self._seen[camera] = True
 
     def select(
@@ -156,22 +221,22 @@ class FrameStore:
         if not chosen:
             raise EngineError(ErrorCode.BAD_REQUEST, 'no camera is configured')
         visuals = []
-        with self._lock:
-            for camera in chosen:
-                if camera not in self._frames:
-                    raise EngineError(
-                        ErrorCode.BAD_REQUEST,
-                        f"there is no camera '{camera}'; there are {', '.join(self._frames)}")
-                frames = tuple(self._frames[camera])[-max(1, num_frames):]
-                if not frames:
-                    raise EngineError(ErrorCode.NO_IMAGE, self._why_no_image(camera))
-                age = age_ns(frames[-1], now_ns, now_received_ns)
-                if max_age_ns is not None and age > max_age_ns:
-                    raise EngineError(
-                        ErrorCode.STALE_IMAGE,
-                        f"the newest image of camera '{camera}' is {age / 1e9:.2f} s old; "
-                        f'at most {max_age_ns / 1e9:.2f} s are allowed')
-                visuals.append(Visual(frames))
+        for camera in chosen:
+            if camera not in self._slots:
+                raise EngineError(
+                    ErrorCode.BAD_REQUEST,
+                    f"there is no camera '{camera}'; there are {', '.join(self._slots)}")
+            frames = self._frames(camera, min(max(1, num_frames), self._history))
+            if not frames:
+                raise EngineError(ErrorCode.NO_IMAGE, self._why_no_image(camera))
+            age = age_ns(frames[-1], now_ns, now_received_ns)
+            if max_age_ns is not None and age > max_age_ns:
+                raise EngineError(
+                    ErrorCode.STALE_IMAGE,
+                    f"the newest image of camera '{camera}' is {age / 1e9:.2f} s old; "
+                    f'at most {max_age_ns / 1e9:.2f} s are allowed')
+            visuals.append(Visual(frames))
+            with self._lock:
                 self._seen[camera] = True
         return tuple(visuals)
 
