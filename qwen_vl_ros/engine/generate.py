@@ -1,0 +1,179 @@
+"""Choosing tokens and knowing when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+
+#: So many times token 0 in a row is what a model whose numbers broke down says ("!!!!").
+ZERO_RUN = 16
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """
+    How a token is chosen from logits.
+
+    :param temperature: 0 is greedy.
+    :param top_k: keep the k most probable; 0 is off.
+    :param top_p: then keep the fewest whose probabilities reach p.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """
+    One chosen token.
+
+    :param probability: of the token under the model's own distribution (temperature 1).
+    :param margin: logit distance of the best and the second-best token.
+    :param finite: whether all logits were finite.
+    """
+
+    token: int
+    probability: float
+    margin: float
+    finite: bool
+
+
+def choose(
+    logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None,
+    allowed: Tensor | None = None,
+) -> Choice:
+    """
+    Choose the next token; one transfer to the host.
+
+    :param logits: [vocab], any float dtype.
+    :param generator: of the logits' device; not used when greedy.
+    :param allowed: bool [vocab], tokens that a grammar permits; ``None`` permits all.
+    """
+    wide = logits.float()
+    finite = torch.isfinite(wide).all()
+    if allowed is not None:
+        wide = wide.masked_fill(~allowed, -torch.inf)
+    best = wide.topk(2)
+    if sampling.temperature == 0:
+        token = best.indices[0]
+    else:
+        # A broken row must reach the caller as such, not as an error of the sampler.
+        probabilities = torch.where(finite, _distribution(wide, sampling), 1.0)
+        token = torch.multinomial(probabilities, 1, generator=generator)[0]
+    probability = (wide[token] - wide.logsumexp(0)).exp()
+    row = torch.stack((token.double(), probability.double(),
+                       (best.values[0] - best.values[1]).double(), finite.double())).tolist()
+    return Choice(int(row[0]), row[1], row[2], bool(row[3]))
+
+
+def _distribution(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return probabilities [vocab] after temperature, then top-k, then top-p (as transformers)."""
+    x = logits / sampling.temperature
+    if 0 < sampling.top_k < x.numel():
+        x = x.masked_fill(x < x.topk(sampling.top_k).values[-1], -torch.inf)
+    if sampling.top_p < 1.0:
+        ordered, index = x.sort()
+        drop = ordered.softmax(-1).cumsum(-1) <= 1.0 - sampling.top_p
+        drop[-1] = False
+        x = x.masked_fill(torch.zeros_like(drop).scatter(0, index, drop), -torch.inf)
+    return x.softmax(-1)
+
+
+def repeats(ids: list[int], window: int, longest: int = 64) -> bool:
+    """
+    Tell whether the answer runs in a circle.
+
+    True when its tail of ``window`` tokens (three rounds, if that is longer) is one cycle of at
+    most ``longest`` tokens said over and over.
+
+    :param window: 0 switches the guard off.
+    """
+    for period in range(1, longest + 1 if window else 0):
+        span = max(window, 3 * period)
+        if span > len(ids):
+            break
+        if ids[-1] == ids[-1 - period] and ids[-span:-period] == ids[period - span:]:
+            return True
+    return False
+
+
+@dataclass
+class Generated:
+    """What a generation has come to; filled in while it runs."""
+
+    ids: list[int] = field(default_factory=list)
+    reason: str = ''
+    probability_sum: float = 0.0
+    margin: float = float('nan')
+
+    @property
+    def confidence(self) -> float:
+        """Return the mean probability of the chosen tokens, NaN without any."""
+        return self.probability_sum / len(self.ids) if self.ids else float('nan')
+
+
+def generate(
+    next_choice: Callable[[int | None], Choice],
+    state: Generated,
+    *,
+    end_tokens: frozenset[int],
+    most: int,
+    repetition_window: int,
+    stop: Callable[[], str],
+) -> Iterator[list[int]]:
+    """
+    Yield tokens as they become certain; one of the finish reasons is in ``state`` at the end.
+
+    Runs of token 0 are held back until another token follows, so that a breakdown leaves no text.
+
+    :param next_choice: computes the next token after the given one (``None``: from the prompt).
+    :param state: ids, reason and statistics.
+    :param end_tokens: ids that end the answer; not part of it.
+    :param most: tokens at most, at least 1.
+    :param repetition_window: see :func:`repeats`.
+    :param stop: polled before every token; a finish reason, or '' to go on.
+    :raises EngineError: NUMERICAL for logits that are not finite or :data:`ZERO_RUN` zeros.
+    """
+    last: int | None = None
+    held: list[int] = []
+    while True:
+        state.reason = stop()
+        if state.reason:
+            break
+        choice = next_choice(last)
+        if not choice.finite:
+            raise EngineError(
+                ErrorCode.NUMERICAL,
+                f'numerical failure: logits are not finite at token {len(state.ids)}; '
+                'use bfloat16 or float32')
+        last = choice.token
+        if not state.ids:
+            state.margin = choice.margin
+        if last in end_tokens:
+            state.reason = 'stop'
+            break
+        state.ids.append(last)
+        state.probability_sum += choice.probability
+        held.append(last)
+        if last != 0:
+            yield held
+            held = []
+        elif len(held) >= ZERO_RUN:
+            raise EngineError(
+                ErrorCode.NUMERICAL,
+                f'numerical failure: token 0 came {ZERO_RUN} times in a row')
+        if len(state.ids) >= most:
+            state.reason = 'length'
+            break
+        if repeats(state.ids, repetition_window):
+            state.reason = 'repetition'
+            break
+    if held:
+        yield held

@@ -1,0 +1,159 @@
+"""The decoder: prefill of many positions and the step of one, apart from each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qwen_vl_ros.engine.config import LanguageConfig
+from qwen_vl_ros.engine.kv_cache import KVCache
+from qwen_vl_ros.engine.layers import Linear, activate, inverse_frequencies, rms_norm, rotate
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Weights of one layer; query, key and value rows are stacked, gate and up rows too."""
+
+    norm1: Tensor
+    qkv: Linear
+    out: Linear
+    norm2: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class LanguageModel:
+    """
+    Qwen2 decoder with multimodal rotary positions (M-RoPE) and grouped-query attention.
+
+    :param config: its shape.
+    :param tensors: canonical names to weights; entries are taken out.
+    """
+
+    def __init__(self, config: LanguageConfig, tensors: dict[str, Tensor]) -> None:
+        self.config = config
+        take = tensors.pop
+        self.embedding = take('language.embed_tokens.weight')
+        self.device, self.dtype = self.embedding.device, self.embedding.dtype
+        self.layers = []
+        for i in range(config.layers):
+            base = f'language.layers.{i}'
+            attn, mlp = f'{base}.self_attn', f'{base}.mlp'
+            qkv = Linear(
+                torch.cat([take(f'{attn}.{n}_proj.weight') for n in 'qkv']),
+                torch.cat([take(f'{attn}.{n}_proj.bias') for n in 'qkv']))
+            self.layers.append(DecoderLayer(
+                take(f'{base}.input_layernorm.weight'), qkv,
+                Linear(take(f'{attn}.o_proj.weight')),
+                take(f'{base}.post_attention_layernorm.weight'),
+                Linear(torch.cat([take(f'{mlp}.{n}_proj.weight') for n in ('gate', 'up')])),
+                Linear(take(f'{mlp}.down_proj.weight'))))
+        self.norm = take('language.norm.weight')
+        self.head = Linear(tensors.pop('lm_head.weight', self.embedding))
+        self.frequencies = inverse_frequencies(config.head_dim, config.theta).to(self.device)
+        axes = [axis for axis, count in enumerate(config.mrope_section) for _ in range(count)]
+        self.axes = torch.tensor(axes, device=self.device)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of weights that one decoded token reads (one embedding row aside)."""
+        total = self.head.nbytes + self.norm.nbytes
+        for x in self.layers:
+            total += sum(m.nbytes for m in (x.qkv, x.out, x.gate_up, x.down))
+            total += x.norm1.nbytes + x.norm2.nbytes
+        return total
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Look up token embeddings; ids int64 [n] -> [n, width]."""
+        return F.embedding(ids, self.embedding)
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """
+        Return cos and sin of M-RoPE, [n, head_dim] in the model's dtype.
+
+        Frequency i turns with the axis that its section names: time, row or column.
+
+        :param positions: int64 [3, n].
+        """
+        angles = positions[self.axes].T.float() * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+
+    def prefill(self, x: Tensor, positions: Tensor, cache: KVCache, start: int) -> Tensor:
+        """
+        Run a chunk of the prompt and store its keys and values.
+
+        :param x: embeddings [n, width].
+        :param positions: int64 [3, n].
+        :param cache: holds the ``start`` positions before the chunk; its rows from ``start`` are
+            written.
+        :param start: index of the first row.
+        :return: hidden states [n, width] after the last layer, before the final norm.
+        """
+        cos, sin = self.rotary(positions)
+        for i, layer in enumerate(self.layers):
+            x = self._layer(x, layer, cos, sin, cache, i, start)
+        return x
+
+    def decode(self, token: Tensor, position: int, cache: KVCache, start: int) -> Tensor:
+        """
+        Run one token.
+
+        :param token: int64 [1] on the model's device.
+        :param position: its M-RoPE position, the same on all three axes.
+        :param cache: holds ``start`` positions.
+        :return: logits [vocab] of the next token.
+        """
+        positions = torch.full((3, 1), position, device=self.device)
+        return self.logits(self.prefill(self.embed(token), positions, cache, start))[0]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits; x [n, width] -> [n, vocab]."""
+        return self.head(rms_norm(x, self.norm, self.config.eps))
+
+    def _layer(
+        self, x: Tensor, layer: DecoderLayer, cos: Tensor, sin: Tensor, cache: KVCache,
+        index: int, start: int,
+    ) -> Tensor:
+        cfg = self.config
+        n = x.shape[0]
+        y = layer.qkv(rms_norm(x, layer.norm1, cfg.eps))
+        y = y.view(n, cfg.heads + 2 * cfg.kv_heads, cfg.head_dim).transpose(0, 1)
+        turned = rotate(y[:cfg.heads + cfg.kv_heads], cos, sin)
+        q, k = turned[:cfg.heads], turned[cfg.heads:]
+        keys, values = cache.write(index, start, k, y[cfg.heads + cfg.kv_heads:])
+        y = causal_attention(q, keys, values)
+        x = x + layer.out(y.transpose(0, 1).reshape(n, cfg.width))
+        gate, up = layer.gate_up(rms_norm(x, layer.norm2, cfg.eps)).chunk(2, dim=-1)
+        return x + layer.down(activate(gate, cfg.activation) * up)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """
+    Attend from the last n positions to all up to their own; scores and softmax in float32.
+
+    With n = 2 of m = 4::
+
+        q0  x x x .
+        q1  x x x x
+
+    :param q: [heads, n, D].
+    :param k: [kv_heads, m, D], m >= n; head h reads group h // (heads / kv_heads).
+    :param v: as k.
+    :return: [heads, n, D].
+    """
+    heads, n, dim = q.shape
+    kv_heads, m, _ = k.shape
+    group = heads // kv_heads
+    if n == 1:
+        # One position: the heads of a group become the rows of one small product.
+        out = F.scaled_dot_product_attention(q.view(1, kv_heads, group, dim), k[None], v[None])
+        return out.view(heads, 1, dim)
+    k, v = (z[:, None].expand(-1, group, -1, -1).reshape(1, heads, m, dim) for z in (k, v))
+    if n == m:
+        return F.scaled_dot_product_attention(q[None], k, v, is_causal=True)[0]
+    mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril_(m - n)
+    return F.scaled_dot_product_attention(q[None], k, v, attn_mask=mask)[0]

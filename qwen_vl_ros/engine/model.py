@@ -1,0 +1,135 @@
+"""Both halves of a model on one device, with the stages that a request passes through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qwen_vl_ros.engine import costs
+from qwen_vl_ros.engine.checkpoint import Checkpoint
+from qwen_vl_ros.engine.generate import Choice
+from qwen_vl_ros.engine.kv_cache import KVCache
+from qwen_vl_ros.engine.language import LanguageModel
+from qwen_vl_ros.engine.patches import extract_patches
+from qwen_vl_ros.engine.prompt import Prompt, VisualToken
+from qwen_vl_ros.engine.stages import DeviceClock
+from qwen_vl_ros.engine.vision import VisionEncoder
+from qwen_vl_ros.measure.timeline import Timeline
+
+#: First index of a visual in the kept prompt, one past its last, and its merged tokens.
+Placed = tuple[tuple[int, int], Tensor]
+
+
+class Model:
+    """
+    Encoder and decoder of one checkpoint.
+
+    :param checkpoint: its tensors are taken over.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.config = checkpoint.config
+        self.vision = VisionEncoder(checkpoint.config.vision, checkpoint.tensors)
+        self.language = LanguageModel(checkpoint.config.language, checkpoint.tensors)
+        self.device, self.dtype = self.language.device, self.language.dtype
+        self.element_size = self.language.embedding.element_size()
+
+    @torch.inference_mode()
+    def encode(
+        self, visual: VisualToken, timeline: Timeline, clock: DeviceClock,
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Cut a visual into patches, upload and encode it.
+
+        :return: merged tokens [kept, width], and one bool on the device: all of them are finite.
+            It is read where the first token is waited for anyway.
+        """
+        cfg = self.config.vision
+        frame_bytes = sum(f.step * f.height for f in visual.frames)
+        with timeline.stage('patches', bytes_read=frame_bytes) as span:
+            patches = extract_patches(visual.frames, visual.grid, cfg.patch)
+            span.bytes_written = patches.nbytes
+        with clock.stage('upload', bytes_read=patches.nbytes, bytes_written=patches.nbytes):
+            on_device = torch.from_numpy(patches).to(self.device)
+        cost = costs.encode_cost(
+            cfg, patches.shape[1], [4 * n for n in visual.kept_per_slice],
+            self.vision.weight_bytes, self.element_size)
+        with clock.stage('encode', **cost):
+            units = None if visual.units is None else torch.from_numpy(visual.units)
+            features = self.vision.encode(on_device, visual.grid, units)
+            return features, torch.isfinite(features).all()
+
+    @torch.inference_mode()
+    def embed(self, prompt: Prompt, reused: int, features: Sequence[Placed]) -> Tensor:
+        """
+        Embed the prompt from index ``reused`` on, visual tokens in their places.
+
+        :return: [n - reused, width].
+        """
+        x = self.language.embed(torch.from_numpy(prompt.ids[reused:]).to(self.device))
+        for (start, end), merged in features:
+            begin = max(start, reused)
+            x[begin - reused:end - reused] = merged[begin - start:]
+        return x
+
+    @torch.inference_mode()
+    def prefill(
+        self, prompt: Prompt, x: Tensor, start: int, cache: KVCache, clock: DeviceClock,
+    ) -> Tensor:
+        """
+        Run a chunk of the prompt from index ``start``, which is the cache's length.
+
+        :param x: its embeddings [n, width].
+        :return: the last hidden state [1, width].
+        """
+        stop = start + x.shape[0]
+        positions = torch.from_numpy(
+            np.ascontiguousarray(prompt.positions[:, start:stop])).to(self.device)
+        cost = costs.decoder_cost(
+            self.config.language, stop - start, start, 0, self.language.weight_bytes,
+            self.element_size)
+        with clock.stage('prefill', **cost):
+            hidden = self.language.prefill(x, positions, cache, start)
+        cache.extend(prompt.names[start:stop])
+        return hidden[-1:]
+
+    @torch.inference_mode()
+    def first_token(
+        self, hidden: Tensor, choose: Callable[[Tensor], Choice], clock: DeviceClock,
+    ) -> Choice:
+        """Choose from the logits of the prompt's last hidden state [1, width]."""
+        head = self.language.head.nbytes
+        with clock.stage('first_token', bytes_read=head, flops=2 * head // self.element_size):
+            return choose(self.language.logits(hidden)[0])
+
+    @torch.inference_mode()
+    def next_token(
+        self, last: int, position: int, cache: KVCache, choose: Callable[[Tensor], Choice],
+        clock: DeviceClock,
+    ) -> Choice:
+        """
+        Run one token and choose the one after it.
+
+        :param last: the token to run.
+        :param position: its M-RoPE position.
+        """
+        cost = costs.decoder_cost(
+            self.config.language, 1, cache.length, 1, self.language.weight_bytes,
+            self.element_size)
+        with clock.stage('token', **cost):
+            token = torch.tensor([last], device=self.device)
+            choice = choose(self.language.decode(token, position, cache, cache.length))
+        cache.extend(np.array([last]))
+        return choice
+
+    @torch.inference_mode()
+    def all_logits(self, prompt: Prompt, features: Sequence[Placed]) -> Tensor:
+        """Return logits [n, vocab] at every position of a prompt, without any cache."""
+        cache = KVCache(self.config.language, prompt.ids.size, self.device, self.dtype)
+        hidden = self.language.prefill(
+            self.embed(prompt, 0, features), torch.from_numpy(prompt.positions).to(self.device),
+            cache, 0)
+        return self.language.logits(hidden)

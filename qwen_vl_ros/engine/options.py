@@ -1,0 +1,90 @@
+"""What an engine is told at load, and what it tells about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.engine.patches import smart_resize, uniform_keep
+from qwen_vl_ros.engine.request import Selector
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """
+    What is loaded.
+
+    :param name: of the folder or hub repository.
+    :param revision: commit of a hub snapshot, else a digest of config and weights.
+    :param dtype: of weights and activations.
+    :param quantization: 'none'.
+    :param device: 'cpu' or 'cuda:N'.
+    :param weight_bytes: that one decoded token reads (decoder and output matrix).
+    :param vision_weight_bytes: that one picture reads.
+    :param min_pixels: least pixels of a resized picture.
+    :param max_pixels: most pixels of a resized picture; 784 make one token.
+    :param max_context: most tokens of prompt and answer together.
+    :param image_processor: the resampler in use; others give slightly different bytes.
+    :param engine_version: of this package.
+    :param load_time_s: seconds that loading took.
+    """
+
+    name: str
+    revision: str
+    dtype: str
+    quantization: str
+    device: str
+    weight_bytes: int
+    vision_weight_bytes: int
+    min_pixels: int
+    max_pixels: int
+    max_context: int
+    image_processor: str
+    engine_version: str
+    load_time_s: float
+
+
+@dataclass(frozen=True)
+class Options:
+    """
+    How an engine behaves; all can stay as they are.
+
+    :param max_context: tokens of prompt and answer together.
+    :param min_pixels: of a resized picture.
+    :param max_pixels: of a resized picture.
+    :param prefill_chunk: tokens between two looks at cancel and deadline.
+    :param repetition_window: see :func:`qwen_vl_ros.engine.generate.repeats`; 0 is off.
+    :param cache_slots: sequences kept for prefix reuse.
+    :param selector: chooses units where a request's keep_ratio is under 1.
+    """
+
+    max_context: int = 4096
+    min_pixels: int = 56 * 56
+    max_pixels: int = 1280 * 28 * 28
+    prefill_chunk: int = 512
+    repetition_window: int = 48
+    cache_slots: int = 2
+    selector: Selector = uniform_keep
+
+
+def check_options(options: Options, factor: int, max_positions: int) -> None:
+    """:raises EngineError: BAD_REQUEST that names the option and its range."""
+    unit = factor * factor
+    if not 0 < options.min_pixels <= options.max_pixels or options.max_pixels < unit:
+        raise EngineError(
+            ErrorCode.BAD_REQUEST,
+            f'min_pixels {options.min_pixels} and max_pixels {options.max_pixels}: expected '
+            f'0 < min_pixels <= max_pixels and max_pixels >= {unit}')
+    if not 16 <= options.max_context <= max_positions:
+        raise EngineError(
+            ErrorCode.BAD_REQUEST,
+            f'max_context {options.max_context} lies outside 16 to {max_positions}')
+    if options.prefill_chunk < 1 or options.cache_slots < 1 or options.repetition_window < 0:
+        raise EngineError(
+            ErrorCode.BAD_REQUEST,
+            'prefill_chunk and cache_slots must be at least 1, repetition_window at least 0')
+    h, w = smart_resize(3000, 4000, options.min_pixels, options.max_pixels, factor)
+    if h * w > options.max_pixels:
+        raise EngineError(
+            ErrorCode.BAD_REQUEST,
+            f'a picture of 4000x3000 is resized to {w}x{h}, over max_pixels {options.max_pixels}')

@@ -1,0 +1,73 @@
+"""Validation of a request: one clear refusal before any work is done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.engine.patches import Grid, content_key, grid_of
+from qwen_vl_ros.engine.prompt import PromptBuilder, VisualToken
+from qwen_vl_ros.engine.types import Request, Visual
+from qwen_vl_ros.frame import Frame
+
+#: Chooses units of a visual: (frames, grid in patches, share) -> bool [t * h/2 * w/2].
+Selector = Callable[[Sequence[Frame], Grid, float], np.ndarray]
+
+
+def check_request(request: Request, builder: PromptBuilder) -> None:
+    """:raises EngineError: BAD_REQUEST that names the field, its value and what it may be."""
+    def refuse(name: str, expected: str) -> None:
+        raise EngineError(
+            ErrorCode.BAD_REQUEST, f'{name} is {getattr(request, name)!r}; expected {expected}')
+
+    if not request.question.strip():
+        refuse('question', 'text')
+    if request.max_new_tokens < 1:
+        refuse('max_new_tokens', 'at least 1')
+    if not 0 <= request.temperature < math.inf:
+        refuse('temperature', 'a number from 0')
+    if not 0 < request.top_p <= 1:
+        refuse('top_p', 'a share in (0, 1]')
+    if request.top_k < 0:
+        refuse('top_k', 'at least 0')
+    if not 0 < request.keep_ratio <= 1:
+        refuse('keep_ratio', 'a share in (0, 1]')
+    if request.deadline_s is not None and not request.deadline_s > 0:
+        refuse('deadline_s', 'more than 0 seconds, or None')
+    builder.check_text(request.question, 'question')
+    builder.check_text(request.system_prompt or '', 'system prompt')
+
+
+def plan_visual(
+    visual: Visual, ratio: float, selector: Selector, limits: tuple[int, int], factor: int,
+) -> VisualToken:
+    """
+    Fix grid, kept units and content key of a visual, before its pixels are touched.
+
+    :param ratio: share of units to keep where the visual has no mask.
+    :param limits: pixels of the resized picture, least and most.
+    :param factor: pixels along a side of a unit.
+    :raises EngineError: BAD_REQUEST.
+    """
+    if not visual.frames:
+        raise EngineError(ErrorCode.BAD_REQUEST, 'a visual without frames; expected at least one')
+    grid = grid_of(visual.frames, *limits, factor)
+    keep = visual.keep
+    if keep is None and ratio < 1:
+        keep = selector(visual.frames, grid, ratio)
+    total = grid[0] * grid[1] * grid[2] // 4
+    if keep is not None:
+        keep = np.asarray(keep)
+        if keep.dtype != np.bool_ or keep.shape != (total,):
+            raise EngineError(
+                ErrorCode.BAD_REQUEST,
+                f'the keep mask is {keep.dtype} {list(keep.shape)}; expected bool [{total}] for a '
+                f'grid of {grid[0]}x{grid[1] // 2}x{grid[2] // 2} units')
+        if keep.all():
+            keep = None
+    units = None if keep is None else np.flatnonzero(keep)
+    return VisualToken(grid, len(visual.frames) > 1, content_key(visual.frames, grid, keep),
+                       units, tuple(visual.frames))

@@ -1,0 +1,98 @@
+"""Timing of device work without waiting for it, and a cache of encoded pictures."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qwen_vl_ros.measure.timeline import Span, Timeline
+
+
+class DeviceClock:
+    """
+    Records stages of one request on its device.
+
+    On a CPU that is the host clock. On CUDA each stage is a pair of events; they are read when the
+    timeline is, placed on the host clock by one event recorded at the start of the request.
+
+    :param timeline: receives the spans.
+    :param device: where the stages run.
+    """
+
+    def __init__(self, timeline: Timeline, device: torch.device) -> None:
+        self._timeline = timeline
+        self._device = device
+        if device.type == 'cuda':
+            self._origin = torch.cuda.Event(enable_timing=True)
+            self._origin.record(torch.cuda.current_stream(device))
+            self._origin_ns = time.monotonic_ns()
+
+    @contextmanager
+    def stage(self, name: str, **cost: Any) -> Iterator[None]:
+        """Time a block of device work; ``cost`` as in :meth:`Timeline.stage`."""
+        if self._device.type != 'cuda':
+            with self._timeline.stage(name, **cost):
+                yield
+            return
+        stream = torch.cuda.current_stream(self._device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        started = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            end.record(stream)
+            span = self._timeline.add(
+                name, started, time.monotonic_ns(), stream=str(self._device), **cost)
+
+            def resolve(span: Span) -> None:
+                end.synchronize()
+                span.start_ns = self._origin_ns + int(self._origin.elapsed_time(begin) * 1e6)
+                span.end_ns = self._origin_ns + int(self._origin.elapsed_time(end) * 1e6)
+
+            span._resolve = resolve
+
+
+class FeatureCache:
+    """
+    Merged tokens by content key, least recently used out first.
+
+    :param most_bytes: of all tensors together.
+    """
+
+    def __init__(self, most_bytes: int = 64 << 20) -> None:
+        self._most_bytes = most_bytes
+        self._entries: OrderedDict[int, Tensor] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, key: int) -> Tensor | None:
+        """Return the features [kept, width] stored under a content key."""
+        if key not in self._entries:
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    def put(self, key: int, features: Tensor) -> None:
+        """Store features; what does not fit at all is not kept."""
+        self._bytes -= self._entries.pop(key, features[:0]).nbytes
+        if features.nbytes > self._most_bytes:
+            return
+        self._entries[key] = features
+        self._bytes += features.nbytes
+        while self._bytes > self._most_bytes:
+            self._bytes -= self._entries.popitem(last=False)[1].nbytes
+
+    def clear(self) -> None:
+        """Drop all features."""
+        self._entries.clear()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        """Return the number of pictures held."""
+        return len(self._entries)
