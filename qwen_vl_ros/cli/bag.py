@@ -126,6 +126,7 @@ class Bag:
                 count += found[connection.topic].count
             profiles = getattr(connection.ext, 'offered_qos_profiles', [])
             reliability = profiles[0].reliability.name.lower() if profiles else ''
+            # A bag recorded by rosbag2 names one profile a publisher.
             found[connection.topic] = ImageTopic(
                 connection.topic, connection.msgtype == COMPRESSED, count, reliability)
         return tuple(found[name] for name in sorted(found))
@@ -150,17 +151,22 @@ class Bag:
                                + ', '.join(images))
         return tuple(images[name] for name in names)
 
-    def messages(self, topics: Sequence[ImageTopic]) -> Iterator[tuple[str, int, Any]]:
+    def messages(
+        self, topics: Sequence[ImageTopic], start_ns: int | None = None,
+        stop_ns: int | None = None,
+    ) -> Iterator[tuple[str, int, Any]]:
         """
         Read the pictures of some topics in the order of recording.
 
+        :param start_ns: earliest time of recording.
+        :param stop_ns: time of recording to stop before.
         :return: topic, time of recording in nanoseconds, and the message; ``None`` in place of a
             message whose bytes are no message of that type.
         :raises BagError: where the file turns out to be damaged.
         """
         names = {t.name for t in topics}
         wanted = [c for c in self._reader.connections if c.topic in names]
-        messages = self._reader.messages(wanted)
+        messages = self._reader.messages(wanted, start_ns, stop_ns)
         while True:
             try:
                 connection, time_ns, raw = next(messages)

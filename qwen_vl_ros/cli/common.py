@@ -1,0 +1,148 @@
+"""What several subcommands share: the model's options, loading it, putting one question."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import qwen_vl_ros
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.engine.types import Delta, Done, Visual
+from qwen_vl_ros.measure.report import Exchange, Shown
+from qwen_vl_ros.measure.timeline import Timeline
+from qwen_vl_ros.pipeline import AskOptions, build_request
+
+if TYPE_CHECKING:
+    from qwen_vl_ros.engine.engine import Engine
+
+
+class CliError(Exception):
+    """Input that a command cannot work with; the message is for the person who typed it."""
+
+
+def default_model() -> Path | None:
+    """Return the folder of the checkpoint that comes with the package, if it is there."""
+    candidates = [Path(qwen_vl_ros.__file__).resolve().parents[1] / 'models' / 'tiny']
+    prefixes = [*os.environ.get('AMENT_PREFIX_PATH', '').split(os.pathsep), sys.prefix]
+    candidates += [Path(p) / 'share' / 'qwen_vl_ros' / 'models' / 'tiny' for p in prefixes if p]
+    return next((c for c in candidates if (c / 'config.json').exists()), None)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which model answers, where, and how."""
+    group = parser.add_argument_group('model')
+    group.add_argument(
+        '--model', metavar='PATH', default=os.environ.get('QWEN_VL_MODEL'),
+        help='Hugging Face Qwen2-VL folder (default: $QWEN_VL_MODEL, else the tiny checkpoint '
+             'that comes with the package)')
+    group.add_argument('--allow-download', action='store_true',
+                       help='let --model be OWNER/NAME of a model hub and fetch it')
+    group.add_argument('--device', default='auto', help='auto, cpu, cuda or cuda:N (%(default)s)')
+    group.add_argument('--dtype', default='auto',
+                       choices=('auto', 'float32', 'bfloat16', 'float16'),
+                       help='of weights and activations (%(default)s)')
+    group.add_argument('--quantization', default='none', metavar='KIND',
+                       help='of the weights (%(default)s)')
+    group.add_argument('--threads', type=int, metavar='N',
+                       help='CPU threads of the forward pass (default: torch decides)')
+    group.add_argument('--min-pixels', type=int, default=56 * 56, metavar='N',
+                       help='smaller pictures are enlarged to it (%(default)s)')
+    group.add_argument('--max-pixels', type=int, default=512 * 28 * 28, metavar='N',
+                       help='larger pictures are reduced to it; 784 pixels are one token '
+                            '(%(default)s)')
+    group.add_argument('--max-context', type=int, default=4096, metavar='N',
+                       help='tokens of prompt and answer together (%(default)s)')
+    group = parser.add_argument_group('answer')
+    group.add_argument('--system', metavar='TEXT', help="system prompt (default: the template's)")
+    group.add_argument('--max-new-tokens', type=int, default=64, metavar='N',
+                       help='longest answer (%(default)s)')
+    group.add_argument('--temperature', type=float, default=0.0, metavar='T',
+                       help='0 is greedy, the same answer every time (%(default)s)')
+    group.add_argument('--seed', type=int, default=0, help='of sampling (%(default)s)')
+    group.add_argument('--keep-ratio', type=float, default=1.0, metavar='R',
+                       help='share of the vision tokens kept, over 0 to 1; less than 1 may change '
+                            'answers (%(default)s)')
+
+
+def ask_options(args: argparse.Namespace) -> AskOptions:
+    """Return the arguments of :func:`add_model_arguments` that belong to a request."""
+    return AskOptions(
+        system_prompt=args.system, max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature, seed=args.seed, keep_ratio=args.keep_ratio)
+
+
+def load_engine(args: argparse.Namespace) -> Engine:
+    """
+    Load the model that the arguments name.
+
+    :raises CliError: when none is named and none comes with the package.
+    :raises EngineError: when it cannot be loaded.
+    """
+    path = args.model or default_model()
+    if path is None:
+        raise CliError('no model: name a Hugging Face Qwen2-VL folder with --model PATH')
+    if args.threads is not None:
+        if args.threads < 1:
+            raise CliError(f'--threads is {args.threads}; expected at least 1')
+        import torch
+
+        torch.set_num_threads(args.threads)
+    from qwen_vl_ros.engine.engine import Engine
+
+    return Engine.load(
+        str(path), device=args.device, dtype=args.dtype, quantization=args.quantization,
+        max_context=args.max_context, min_pixels=args.min_pixels, max_pixels=args.max_pixels,
+        allow_download=args.allow_download)
+
+
+def model_dict(engine: Engine) -> dict[str, Any]:
+    """Return the engine's ModelInfo as JSON-ready data."""
+    return asdict(engine.info)
+
+
+def ask_engine(
+    engine: Engine, question: str, options: AskOptions,
+    choose: Callable[[], Sequence[Visual]], *, time_ns: int = 0, expected: str | None = None,
+    on_text: Callable[[str], None] = lambda text: None,
+) -> Exchange:
+    """
+    Put one question; failures of this question are part of the result.
+
+    :param choose: returns what to look at; decodes the pictures, so its time counts.
+    :param time_ns: noted in the result.
+    :param expected: the right answer, if known.
+    :param on_text: gets each piece of the answer as it becomes final.
+    """
+    timeline = Timeline()
+    exchange = Exchange(question, time_ns, expected=expected)
+    try:
+        with timeline.stage('decode_message'):
+            visuals = tuple(choose())
+        request = build_request(question, visuals, options)
+        for event in engine.answer(request, timeline):
+            if isinstance(event, Delta):
+                on_text(event.text)
+            elif isinstance(event, Done):
+                exchange.answer = event.answer
+        exchange.frames = tuple(Shown.of(v.frames[-1]) for v in visuals)
+    except EngineError as error:
+        exchange.error_code = ErrorCode(error.code).name
+        exchange.error = error.message
+    exchange.timeline = timeline.to_dict()
+    return exchange
+
+
+def cost_line(exchange: Exchange) -> str:
+    """Return what an answer cost, in one line for a terminal."""
+    answer = exchange.answer
+    if answer is None:
+        return f'{exchange.error_code}: {exchange.error}'
+    return (f'{answer.finish_reason}, {len(answer.token_ids)} tokens in '
+            f'{answer.timeline.total_ms():.0f} ms, first after '
+            f'{answer.timeline.time_to_first_token_ms():.0f} ms, '
+            f'{answer.vision_tokens_kept}/{answer.vision_tokens_in} vision tokens')

@@ -1,0 +1,75 @@
+"""The ``qwen_vl`` command: one module of this package for each subcommand."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from qwen_vl_ros import __version__
+from qwen_vl_ros.cli.bag import BagError
+from qwen_vl_ros.cli.common import CliError
+from qwen_vl_ros.engine.errors import EngineError
+
+#: Subcommands in the order of the help text. Each is a module ``qwen_vl_ros.cli.NAME`` with
+#: ``add_parser(subparsers)`` and ``run(args) -> int``; heavy imports belong into ``run``.
+COMMANDS = (
+    'ask',
+    'replay',
+    'compare',
+    'doctor',
+)
+
+DESCRIPTION = '''\
+Ask what a robot's camera sees, and what the answer cost.
+
+exit codes: 0 all done, 1 something was asked and failed, 2 bad input, 130 interrupted'''
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser with all subcommands."""
+    parser = argparse.ArgumentParser(
+        prog='qwen_vl', description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--version', action='version', version=f'qwen_vl {__version__}')
+    subparsers = parser.add_subparsers(dest='command', metavar='COMMAND', required=True)
+    for name in COMMANDS:
+        importlib.import_module(f'qwen_vl_ros.cli.{name}').add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """
+    Run the command line.
+
+    :return: the exit code.
+    """
+    args = build_parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return importlib.import_module(f'qwen_vl_ros.cli.{args.command}').run(args)
+    except (CliError, BagError) as error:
+        print(f'qwen_vl {args.command}: {error}', file=sys.stderr)
+        return 2
+    except EngineError as error:
+        print(f'qwen_vl {args.command}: {error.message}', file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f'qwen_vl {args.command}: interrupted', file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone; Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""``qwen_vl replay``: put questions to a recording, the same way every time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qwen_vl_ros.cli.bag import Bag, ImageTopic
+from qwen_vl_ros.cli.common import (
+    CliError,
+    add_model_arguments,
+    ask_engine,
+    ask_options,
+    cost_line,
+    load_engine,
+    model_dict,
+)
+from qwen_vl_ros.cli.compare import compare, format_comparison
+from qwen_vl_ros.measure.report import (
+    Exchange,
+    build_report,
+    format_stages,
+    load_report,
+    write_report,
+)
+from qwen_vl_ros.pipeline import AskOptions, FrameStore
+
+if TYPE_CHECKING:
+    from qwen_vl_ros.engine.engine import Engine
+
+MANUAL = '''\
+Read a rosbag2 recording and ask about what its cameras saw. Frames take the node's own way:
+decoding, newest frame of each camera, one request at a time. Nothing depends on the clock of this
+machine: the same bag, model and options give the same answers, however fast it runs.
+
+  qwen_vl replay drive --question "What is in front of the robot?"
+  qwen_vl replay drive.mcap -q "How many people?" -q "Is the path free?" --rate 2
+  qwen_vl replay drive.db3 --topic /front/image_raw --topic /rear/image_raw -q "What do they show?"
+  qwen_vl replay drive -q "What happens?" --frames 4 --report build/drive
+
+BAG is a folder, or a single .mcap or .db3 file (metadata.yaml is not needed). At each key frame
+the newest frame of every --topic is shown to the model. --report writes report.json (read it with
+'qwen_vl compare') and report.html (pictures, answers, latency waterfall).'''
+
+#: Stamps jitter; a frame may come so much before its key time, nanoseconds.
+TOLERANCE_NS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    What to ask of a recording.
+
+    :param questions: put at every key frame, each with its right answer or ``None``. A function
+        of the bag's time in nanoseconds where questions differ from one key frame to the next.
+    :param rate: key frames a second of bag time.
+    :param start_s: seconds of the bag to pass over.
+    :param limit: most key frames; 0 is all.
+    :param num_frames: frames a camera shown to the model: 1 a still, more a clip.
+    :param max_age_s: refuse frames that are older at their key frame; ``None`` takes any.
+    """
+
+    questions: Callable[[int], Sequence[tuple[str, str | None]]]
+    rate: float = 1.0
+    start_s: float = 0.0
+    limit: int = 0
+    num_frames: int = 1
+    max_age_s: float | None = None
+
+
+@dataclass
+class Counts:
+    """What was in the bag, filled while it is read."""
+
+    messages: int = 0
+    damaged: int = 0
+    key_frames: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    last_reason: str = ''
+
+
+def replay(
+    bag: Bag, engine: Engine, topics: Sequence[ImageTopic], plan: Plan, options: AskOptions,
+    counts: Counts, on_question: Callable[[int, str], None] = lambda time_ns, question: None,
+    on_text: Callable[[str], None] = lambda text: None,
+) -> Iterator[Exchange]:
+    """
+    Put the plan's questions to a bag, in the bag's order.
+
+    Key frames are counted on the first topic, from the first moment at which every topic has sent.
+
+    :param counts: filled as the bag is read.
+    :param on_question: called with the bag's time before each question.
+    :param on_text: see :func:`ask_engine`.
+    :raises BagError: where the bag turns out to be damaged.
+    """
+    store = FrameStore([t.name for t in topics], history=plan.num_frames)
+    missing = set(store.cameras)
+    first: int | None = None
+    last_key = -1
+    begin = bag.start_ns + round(plan.start_s * 1e9)
+    age = None if plan.max_age_s is None else round(plan.max_age_s * 1e9)
+    for topic, time_ns, message in bag.messages(topics, begin):
+        counts.messages += 1
+        if message is None:
+            counts.damaged += 1
+            continue
+        store.offer(topic, message, now_ns=time_ns, received_ns=time_ns, lazy=True)
+        missing.discard(topic)
+        if missing or topic != topics[0].name:
+            continue
+        first = time_ns if first is None else first
+        key = int((time_ns - first + TOLERANCE_NS) * plan.rate // 1e9)
+        if key <= last_key:
+            continue
+        last_key = key
+        counts.key_frames += 1
+        choose = partial(
+            store.select, store.cameras, num_frames=plan.num_frames, now_ns=time_ns,
+            now_received_ns=time_ns, max_age_ns=age)
+        for question, expected in plan.questions(time_ns):
+            on_question(time_ns, question)
+            yield ask_engine(engine, question, options, choose, time_ns=time_ns,
+                             expected=expected, on_text=on_text)
+        for camera in store.cameras:
+            seen = store.counts(camera)
+            if seen.rejected:
+                counts.rejected[camera] = seen.rejected
+                counts.last_reason = seen.last_reason
+        if counts.key_frames == plan.limit:
+            return
+
+
+def source_dict(bag: Bag, topics: Sequence[ImageTopic], counts: Counts) -> dict[str, Any]:
+    """Return what the report says of the recording."""
+    return {
+        'bag': bag.path.name,
+        'duration_s': round(bag.duration_s, 3),
+        'topics': [t.name for t in topics],
+        'messages': counts.messages,
+        'key_frames': counts.key_frames,
+        'damaged_messages': counts.damaged,
+        'rejected_frames': sum(counts.rejected.values()),
+        'last_reason': counts.last_reason,
+    }
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        'replay', help='ask about a recording, the same way every time', description=MANUAL,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('bag', type=Path, help='rosbag2 folder, .mcap or .db3 file')
+    parser.add_argument('-q', '--question', action='append', default=[], metavar='TEXT',
+                        help='what to ask at every key frame; again for more questions')
+    parser.add_argument('--topic', '--camera', action='append', default=[], metavar='NAME',
+                        help='image topic, raw or compressed; again for more cameras '
+                             '(default: the first image topic of the bag)')
+    parser.add_argument('--rate', type=float, default=1.0, metavar='HZ',
+                        help='key frames a second of bag time (%(default)s)')
+    parser.add_argument('--start', type=float, default=0.0, metavar='S',
+                        help='pass over so many seconds of the bag (%(default)s)')
+    parser.add_argument('--limit', type=int, default=0, metavar='N',
+                        help='stop after so many key frames (default: the whole bag)')
+    parser.add_argument('--frames', type=int, default=1, metavar='N',
+                        help='frames of each camera shown to the model; more than one is a clip '
+                             '(%(default)s)')
+    parser.add_argument('--max-age', type=float, metavar='S',
+                        help='refuse frames older than this at their key frame')
+    parser.add_argument('--report', type=Path, metavar='DIR',
+                        help='write report.json and report.html there')
+    parser.add_argument('--compare', type=Path, metavar='REPORT',
+                        help='also compare with this report.json of an earlier run')
+    parser.add_argument('--json', action='store_true',
+                        help='print the report as JSON instead of text')
+    add_model_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay; 1 when a question failed."""
+    plan = make_plan(args)
+    before = _earlier(args.compare)
+    say: Callable[..., None] = (lambda *a, **k: None) if args.json else print
+    with Bag(args.bag) as bag:
+        topics = bag.choose(args.topic)
+        say(f'bag    {bag.path} · {bag.duration_s:.1f} s · '
+            + ', '.join(f'{t.name} ({t.count})' for t in topics))
+        engine = load_engine(args)
+        info = engine.info
+        say(f'model  {info.name} · {info.dtype} on {info.device} · {info.weight_bytes / 1e6:.0f} '
+            f'MB read a token', flush=True)
+        counts = Counts()
+        exchanges = []
+        for exchange in replay(
+                bag, engine, topics, plan, ask_options(args), counts,
+                on_question=lambda t, q: say(f'\n[{(t - bag.start_ns) / 1e9:8.3f} s] {q}\n  ',
+                                             end='', flush=True),
+                on_text=lambda text: say(text, end='', flush=True)):
+            exchanges.append(exchange)
+            say(f'\n             {cost_line(exchange)}', flush=True)
+        report = build_report(
+            f'Replay of {bag.path.name}', exchanges, model=model_dict(engine),
+            source=source_dict(bag, topics, counts), options=_options(args))
+    engine.close()
+    if not exchanges:
+        raise CliError(
+            f'{args.bag} has no picture on {", ".join(t.name for t in topics)}'
+            + (f' after {args.start:g} s' if args.start else ''))
+    if args.report:
+        paths = write_report(args.report, report, exchanges)
+    comparison = compare(before, report) if before else None
+    if args.json:
+        print(json.dumps(report if comparison is None else report | {'comparison': comparison},
+                         ensure_ascii=False, indent=1))
+    else:
+        print('\n' + format_stages(report['stages']))
+        print(closing(report))
+        if comparison:
+            print('\n' + format_comparison(comparison))
+        if args.report:
+            print(f'report {paths[0]} and {paths[1].name}')
+    return 0 if all(e.answer for e in exchanges) else 1
+
+
+def closing(report: dict[str, Any]) -> str:
+    """Return the sum of a run in one or two lines."""
+    total, source = report['summary'], report['source']
+    lines = [f'{total["answered"]} of {total["questions"]} questions answered']
+    if total['answers_per_s']:
+        lines[0] += (f', {total["answers_per_s"]:.2f} answers/s, '
+                     f'median {total["total_ms_p50"]:.0f} ms')
+    if source['rejected_frames'] or source['damaged_messages']:
+        lines.append(
+            f'{source["rejected_frames"]} frames and {source["damaged_messages"]} messages were '
+            f'not usable: {source["last_reason"] or "no valid image message"}')
+    return '\n'.join(lines)
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """:raises CliError: for numbers out of range and for missing or empty questions."""
+    if not args.question:
+        raise CliError('nothing to ask: give at least one --question TEXT')
+    if any(not q.strip() for q in args.question):
+        raise CliError('a --question is empty')
+    for name, good, expected in (
+            ('rate', 0 < args.rate <= 1000, 'over 0 and at most 1000'),
+            ('start', 0 <= args.start < 1e9, 'not negative'),
+            ('limit', args.limit >= 0, 'not negative'),
+            ('frames', 1 <= args.frames <= 64, '1 to 64'),
+            ('max_age', args.max_age is None or args.max_age > 0, 'over 0')):
+        if not good:
+            raise CliError(
+                f"--{name.replace('_', '-')} is {getattr(args, name)}; expected {expected}")
+    fixed = tuple((q, None) for q in args.question)
+    return Plan(lambda time_ns: fixed, args.rate, args.start, args.limit, args.frames,
+                args.max_age)
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    names = ('question', 'rate', 'start', 'limit', 'frames', 'max_age', 'max_new_tokens',
+             'temperature', 'seed', 'keep_ratio', 'system', 'threads')
+    return {name: getattr(args, name) for name in names}
+
+
+def _earlier(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        return load_report(path)
+    except ValueError as error:
+        raise CliError(str(error)) from None
+
+
+if __name__ == '__main__':
+    from qwen_vl_ros.cli.main import main
+
+    sys.exit(main(['replay', *sys.argv[1:]]))
