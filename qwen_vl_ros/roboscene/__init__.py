@@ -1,0 +1,1 @@
+"""RoboScene-VQA: rendered robot scenes, questions with known answers, and their evidence."""

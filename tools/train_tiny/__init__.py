@@ -1,0 +1,1 @@
+"""Trains the tiny checkpoint that ships in models/tiny (see train.py)."""

@@ -1,0 +1,269 @@
+"""
+Train the tiny checkpoint: from nothing to a Hugging Face folder, on one GPU, resumable.
+
+    python -m tools.train_tiny.train --out build/tiny --minutes 14
+    python -m tools.train_tiny.train --out build/tiny --minutes 14            # resumes
+    python -m tools.train_tiny.train --out build/tiny-keep --minutes 5 --keep \\
+        --init build/tiny                                # random keep ratios 20-100 %
+
+The number of steps is fixed once the speed of the machine is known (or by --steps), and the
+learning rate follows a cosine over these steps; both are stored with the state. --stop-after
+ends a run early; the next one goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from qwen_vl_ros.roboscene import questions as q
+from qwen_vl_ros.roboscene.items import HELD_OUT_FAMILIES, items
+from tools.train_tiny import tokenizer as tok
+from tools.train_tiny.data import FAMILY_NAMES, batches, item_batch
+from tools.train_tiny.model import Shape, TinyQwen2VL, load_published
+from tools.train_tiny.step import Stepper, answer_loss, draw_keep, exact, family_hits, render_batch
+
+#: Kept units a picture and how often (1, 3/4, 1/2, 1/3, 1/5 of 192).
+KEEP_BUCKETS = ((192, .2), (144, .15), (96, .2), (64, .25), (40, .2))
+PROBE_FROM, PROBE_TO = 40, 90
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; ``--help`` is the manual."""
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument('--out', type=Path, required=True, help='folder of checkpoint and state')
+    p.add_argument('--minutes', type=float, default=18.0,
+                   help='training time that the number of steps is chosen for')
+    p.add_argument('--steps', type=int, default=0, help='number of steps; 0: from --minutes')
+    p.add_argument('--stop-after', type=float, default=0.0, metavar='SECONDS',
+                   help='save and stop after that long; 0: train to the end')
+    p.add_argument('--keep', action='store_true', help='train with random keep ratios')
+    p.add_argument('--init', type=Path, help='start from the weights of this folder')
+    p.add_argument('--lr', type=float, default=1e-3)
+    p.add_argument('--aux', type=float, default=1.0, help='initial weight of the auxiliary loss')
+    p.add_argument('--stills', type=int, default=192, help='pictures a step')
+    p.add_argument('--clips', type=int, default=32, help='two-slice clips a step')
+    p.add_argument('--seed', type=int, default=1)
+    p.add_argument('--workers', type=int, default=12, help='processes that draw scenes')
+    p.add_argument('--eval-items', type=int, default=0,
+                   help='items a family to score at the end (test, heldout, shift, floors)')
+    p.add_argument('--shard-mib', type=int, default=0, help='split the weights into files')
+    p.add_argument('--no-compile', action='store_true', help='run the blocks uncompiled')
+    p.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    return p.parse_args(argv)
+
+
+def rate(step: int, steps: int, peak: float) -> float:
+    """Return the learning rate: 300 steps of warm-up (or a tenth), then a cosine to zero."""
+    warm = min(300, max(1, steps // 10))
+    if step < warm:
+        return peak * (step + 1) / warm
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+class Trainer:
+    """Model, optimiser, and the loop that feeds them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.device = torch.device(args.device)
+        args.out.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(args.seed)
+        torch.set_float32_matmul_precision('high')
+        tokenizer = tok.save(args.out)
+        self.ids = {t: tokenizer.token_to_id(t) for t in tok.SPECIAL}
+        vocab = -(-tokenizer.get_vocab_size() // 64) * 64
+        self.model = TinyQwen2VL(Shape(vocab=vocab)).to(self.device)
+        self.stepper = Stepper(self.model, self.device)
+        self.optimizer = torch.optim.AdamW(
+            [{'params': [p for p in self.model.parameters() if p.dim() > 1]},
+             {'params': [p for p in self.model.parameters() if p.dim() < 2],
+              'weight_decay': 0.0}],
+            lr=args.lr, betas=(0.9, 0.95), weight_decay=0.05,
+            fused=self.device.type == 'cuda')
+        self.step, self.steps, self.seconds = 0, args.steps, 0.0
+        self.curve: list[dict[str, float]] = []
+        self._restore()
+        if self.device.type == 'cuda' and not args.no_compile:
+            # One compilation serves all blocks: their code is the same.
+            for block in (*self.model.blocks, *self.model.layers):
+                block.compile()
+        self.generator = torch.Generator(self.device).manual_seed(args.seed + self.step)
+
+    @property
+    def state_file(self) -> Path:
+        """Return where optimiser and progress are kept between runs."""
+        return self.args.out / 'state.pt'
+
+    def _restore(self) -> None:
+        if self.state_file.exists():
+            state = torch.load(self.state_file, map_location=self.device, weights_only=True)
+            self.model.load_state_dict(state['model'])
+            self.optimizer.load_state_dict(state['optimizer'])
+            self.step, self.steps = state['step'], state['steps']
+            self.seconds, self.curve = state['seconds'], state['curve']
+            print(f'resumed at step {self.step} of {self.steps}')
+        elif self.args.init:
+            from safetensors.torch import load_file
+            tensors = {}
+            for file in sorted(self.args.init.glob('*.safetensors')):
+                tensors.update(load_file(file))
+            load_published(self.model, tensors)
+
+    def save(self) -> None:
+        """Write the checkpoint folder, the state and the curve."""
+        torch.save({'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
+                    'step': self.step, 'steps': self.steps, 'seconds': self.seconds,
+                    'curve': self.curve}, self.state_file)
+        self.model.save(self.args.out, self.ids, self.args.shard_mib)
+        (self.args.out / 'curve.json').write_text(json.dumps(self.curve))
+
+    def _autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16,
+                              enabled=self.device.type == 'cuda')
+
+    def one(self, batch) -> tuple[torch.Tensor, dict]:
+        """Take one optimiser step; returns the answer loss and what it was made of."""
+        lr = rate(self.step, self.steps or 100_000, self.args.lr)
+        for group in self.optimizer.param_groups:
+            group['lr'] = lr
+        rgb, objects = render_batch(batch, self.device)
+        keep = None
+        if self.args.keep:
+            roll = np.random.default_rng((self.args.seed, self.step)).random()
+            kept = next(k for i, (k, _) in enumerate(KEEP_BUCKETS)
+                        if roll < sum(w for _, w in KEEP_BUCKETS[:i + 1]) or k == 40)
+            if kept < 192:
+                keep = draw_keep(objects, kept, self.generator)
+        progress = self.step / (self.steps or 100_000)
+        weight = 0.0 if self.args.init else self.args.aux * max(0.0, 1 - progress / 0.3)
+        with self._autocast():
+            logits, merged = self.stepper.logits(batch, rgb, keep)
+            labels = self.stepper.labels(batch)
+            loss = answer_loss(logits, labels)
+            total = loss
+            if weight > 0:
+                total = total + weight * 0.2 * self.stepper.aux_loss(batch, merged, keep)
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach(), {'batch': batch, 'logits': logits, 'labels': labels}
+
+    def run(self) -> bool:
+        """Train; returns whether the last step was reached."""
+        args, begin = self.args, time.monotonic()
+        base, mark, probe = self.seconds, begin, None
+        feed = batches(args.seed, self.step, args.stills, args.clips, args.workers)
+        bar = tqdm(total=self.steps or None, initial=self.step, unit='step', mininterval=5,
+                   file=sys.stdout, ncols=100)
+        started = self.step
+        recent: list[torch.Tensor] = []
+        for batch in feed:
+            loss, shown = self.one(batch)
+            recent.append(loss)
+            self.step += 1
+            bar.update()
+            ran = self.step - started
+            if self.steps == 0 and ran in (PROBE_FROM, PROBE_TO):
+                self._sync()
+                now = time.monotonic()
+                if ran == PROBE_TO:
+                    each = (now - mark) / (PROBE_TO - PROBE_FROM)
+                    left = args.minutes * 60 - (now - begin)
+                    self.steps = self.step + int(left / each)
+                    bar.total = self.steps
+                    bar.write(f'{each * 1e3:.1f} ms a step: {self.steps} steps')
+                mark = now
+            if self.step % 200 == 0 or ran in (1, 2, 5, 10, 20, 50, 100):
+                mean = float(torch.stack(recent).mean())
+                recent.clear()
+                probe = {'step': self.step, 'loss': round(mean, 4),
+                         'seconds': round(base + time.monotonic() - begin, 1)}
+                right = exact(shown['logits'], shown['labels'])
+                for index, ok in family_hits(shown['batch'], right).items():
+                    probe[FAMILY_NAMES[index]] = round(float(ok.mean()), 3)
+                self.curve.append(probe)
+                bar.write(' '.join(f'{k} {v}' for k, v in probe.items()))
+                if not math.isfinite(mean):
+                    raise RuntimeError(f'the loss is not finite at step {self.step}')
+            self.seconds = base + time.monotonic() - begin
+            if self.steps and self.step >= self.steps:
+                break
+            if args.stop_after and time.monotonic() - begin > args.stop_after:
+                break
+        bar.close()
+        feed.close()
+        self._sync()
+        self.save()
+        return bool(self.steps) and self.step >= self.steps
+
+    def _sync(self) -> None:
+        if self.device.type == 'cuda':
+            torch.cuda.synchronize()
+
+    @torch.no_grad()
+    def evaluate(self, count: int) -> dict[str, dict[str, float]]:
+        """
+        Score the weights as saved (bf16) on items of all splits, with floors.
+
+        :param count: items a family.
+        :return: accuracy by 'split' or 'split/floor' and family.
+        """
+        from safetensors.torch import load_file
+        tensors = {}
+        for file in sorted(self.args.out.glob('*.safetensors')):
+            tensors.update(load_file(file))
+        load_published(self.model, tensors)
+        table: dict[str, dict[str, float]] = {}
+        for split in ('test', 'heldout', 'shift'):
+            for family in q.FAMILIES:
+                if split == 'heldout' and family not in HELD_OUT_FAMILIES:
+                    continue
+                drawn = list(items(family, split, count))
+                hits: dict[str, list[float]] = {}
+                for at in range(0, count, 200):
+                    batch = item_batch(drawn[at:at + 200])
+                    rgb, _ = render_batch(batch, self.device)
+                    runs = {split: (rgb, False)}
+                    if split == 'test':
+                        n = rgb.shape[0] // (2 if family == 'change' else 1)
+                        other = torch.roll(torch.arange(n), 1)
+                        if family == 'change':
+                            other = torch.cat((other, other + n))
+                        runs['test/blind'] = (rgb, True)
+                        runs['test/shuffled'] = (rgb[other], False)
+                    for name, (pictures, blind) in runs.items():
+                        with self._autocast():
+                            logits, _ = self.stepper.logits(batch, pictures, blind=blind)
+                        right = exact(logits, self.stepper.labels(batch))
+                        hits.setdefault(name, []).extend(right[0].flatten().tolist())
+                for name, values in hits.items():
+                    table.setdefault(name, {})[family] = sum(values) / len(values)
+        return table
+
+
+def main() -> None:
+    """Run the program."""
+    args = parse()
+    trainer = Trainer(args)
+    done = trainer.run()
+    print(f'step {trainer.step} of {trainer.steps}, {trainer.seconds:.0f} s')
+    if done and args.eval_items:
+        table = trainer.evaluate(args.eval_items)
+        (args.out / 'accuracy.json').write_text(json.dumps(table, indent=2))
+        for name, row in table.items():
+            print(name.ljust(14), ' '.join(f'{k} {v:.3f}' for k, v in row.items()))
+
+
+if __name__ == '__main__':
+    main()
