@@ -44,6 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         'ask', help='one question about pictures or a moment of a bag', description=MANUAL,
         formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(rest='pictures')
     parser.add_argument('question', help='what to ask')
     parser.add_argument('pictures', nargs='*', metavar='PICTURE', type=Path,
                         help='JPEG, PNG or WebP files, shown to the model in this order')

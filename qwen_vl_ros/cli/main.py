@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from qwen_vl_ros import __version__
@@ -42,13 +43,30 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """
+    Parse a command line.
+
+    argparse gives up a list of files at the first option behind it; a command that names its
+    list of paths in ``rest`` gets the words that were left over.
+    """
+    parser = build_parser()
+    args, left = parser.parse_known_args(argv)
+    if left:
+        name = getattr(args, 'rest', '')
+        if not name or any(word.startswith('-') for word in left):
+            parser.error(f'unrecognized arguments: {" ".join(left)}')
+        setattr(args, name, [*getattr(args, name), *map(Path, left)])
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """
     Run the command line.
 
     :return: the exit code.
     """
-    args = build_parser().parse_args(argv)
+    args = parse(argv)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         return importlib.import_module(f'qwen_vl_ros.cli.{args.command}').run(args)

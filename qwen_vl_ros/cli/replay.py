@@ -189,6 +189,9 @@ def run(args: argparse.Namespace) -> int:
     say: Callable[..., None] = (lambda *a, **k: None) if args.json else print
     with Bag(args.bag) as bag:
         topics = bag.choose(args.topic)
+        if args.start > bag.duration_s:
+            raise CliError(f'--start {args.start:g} lies behind the end of {bag.path}, '
+                           f'which lasts {bag.duration_s:.3f} s')
         say(f'bag    {bag.path} · {bag.duration_s:.1f} s · '
             + ', '.join(f'{t.name} ({t.count})' for t in topics))
         engine = load_engine(args)
@@ -210,8 +213,8 @@ def run(args: argparse.Namespace) -> int:
     engine.close()
     if not exchanges:
         raise CliError(
-            f'{args.bag} has no picture on {", ".join(t.name for t in topics)}'
-            + (f' after {args.start:g} s' if args.start else ''))
+            f'{args.bag} has no moment with a picture on each of '
+            + ', '.join(t.name for t in topics))
     if args.report:
         paths = write_report(args.report, report, exchanges)
     comparison = compare(before, report) if before else None

@@ -40,7 +40,7 @@ main{max-width:1120px;margin:0 auto;padding:32px 20px 64px}
 h1{font-size:26px;line-height:1.2;margin:0 0 4px}
 h2{font-size:17px;margin:36px 0 12px}
 .sub{color:var(--soft);margin:0}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(135px,1fr));gap:12px;
 margin-top:22px}
 .tile,.card,.panel{background:var(--card);border:1px solid var(--line);border-radius:12px}
 .tile{padding:14px 16px}
@@ -56,7 +56,7 @@ td.bar{width:34%;padding-right:0}
 td.bar i{display:block;height:12px;border-radius:3px;min-width:1px}
 .dot{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:8px}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:0 0 10px;color:var(--soft);font-size:13px}
-svg{display:block;width:100%;height:auto}
+svg[role]{display:block;width:100%;height:auto}
 svg text{fill:var(--soft);font-size:12px}
 svg .grid{stroke:var(--line)}
 .card{display:grid;grid-template-columns:minmax(0,340px) minmax(0,1fr);gap:20px;padding:16px;
@@ -176,7 +176,8 @@ def _waterfall(exchanges: Sequence[dict[str, Any]]) -> str:
     for line, (number, exchange, bars) in enumerate(rows):
         y = top + line * row_height
         text = exchange['text'] or exchange['error_code'] or '(no text)'
-        out.append(f'<text x="0" y="{y + 13}">{number}  {escape(_cut(text, 18))}</text>')
+        out.append(f'<svg y="{y}" width="{left - 10}" height="{row_height}"><text y="13">{number}'
+                   f'  {escape(_cut(text, 24))}</text></svg>')
         for start, stop, name in bars:
             x, width = left + start * scale, max(0.75, (stop - start) * scale - 0.4)
             out.append(
