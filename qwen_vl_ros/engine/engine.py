@@ -133,7 +133,8 @@ class Engine:
                     ErrorCode.OUT_OF_MEMORY,
                     f'out of memory with {len(request.visuals)} visuals: {reason}') from error
             raise EngineError(
-                ErrorCode.UNKNOWN, f'the answer failed: {type(error).__name__}: {reason}') from error
+                ErrorCode.UNKNOWN,
+                f'the answer failed: {type(error).__name__}: {reason}') from error
 
     def warm_up(self, sizes: Sequence[tuple[int, int]] = ((640, 480),)) -> None:
         """

@@ -145,7 +145,7 @@ def content_key(frames: Sequence[Frame], grid: Grid, keep: np.ndarray | None) ->
     for frame in frames:
         layout = (frame.encoding, frame.width, frame.height, frame.step)
         digest.update(repr(layout).encode())
-        digest.update(memoryview(frame.data))
+        digest.update(np.ascontiguousarray(frame.data).data)
     if keep is not None:
         digest.update(np.packbits(keep).tobytes())
     return int.from_bytes(digest.digest(), 'little') >> 2

@@ -89,8 +89,8 @@ class VisionEncoder:
             segments = [h * w] * t
         else:
             units = units.to(self.device).sort().values
-            patches = patches.view(t * area, -1)[units].view(units.numel() * 4, -1)
-            spots = spots.view(area, 4, 2)[units % area].view(-1, 2)
+            patches = patches.view(t * area, 4, -1)[units].flatten(0, 1)
+            spots = spots.view(area, 4, 2)[units % area].flatten(0, 1)
             counts = torch.bincount(units // area, minlength=t).tolist()
             segments = [4 * n for n in counts if n]
         if patches.shape[0] == 0:

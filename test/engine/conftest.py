@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault('HF_HUB_OFFLINE', '1')
 
+import qwen_vl_ros.engine  # noqa: F401, I001 - before torch (how idle threads wait)
+
 import numpy as np
 import pytest
 import torch

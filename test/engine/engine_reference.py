@@ -30,16 +30,21 @@ class Reference:
         """Return normalised float patches [n, 1176] and the grid of a still or clip."""
         frames = [frame.rgb() for frame in visual.frames]
         if len(frames) == 1:
-            out = self.processor(images=[frames[0]], return_tensors='pt')
+            out = self._process([frames[0]])
             return out['pixel_values'], out['image_grid_thw'][0].tolist()
         if len(frames) % 2:
             frames.append(frames[-1])
-        out = self.processor(images=frames, return_tensors='pt')
+        out = self._process(frames)
         _, h, w = out['image_grid_thw'][0].tolist()
         # Each still repeats its frame; a pair takes its halves from two of them.
         values = out['pixel_values'].view(len(frames), h * w, 3, 2, 14 * 14)
         pairs = torch.stack((values[0::2, :, :, 0], values[1::2, :, :, 0]), dim=3)
         return pairs.reshape(-1, 1176), [len(frames) // 2, h, w]
+
+    def _process(self, frames: list[np.ndarray]) -> dict[str, torch.Tensor]:
+        # Told where the channels are: left to guess, it takes a 1x1 picture's row for them.
+        return self.processor(
+            images=frames, return_tensors='pt', input_data_format='channels_last')
 
     def inputs(self, request: Request) -> dict[str, torch.Tensor]:
         """Return the keywords of the model's forward pass for a request of one turn."""
