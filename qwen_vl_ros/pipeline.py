@@ -194,6 +194,11 @@ class FrameStore:
         frames = self._frames(camera, 1)
         return frames[0] if frames else None
 
+    def is_new(self, camera: str) -> bool:
+        """Say whether the newest message is one that no question has looked at."""
+        with self._lock:
+            return not self._seen[camera]
+
     def clear(self) -> None:
         """Forget all frames (not the counters)."""
         with self._lock:

@@ -1,0 +1,150 @@
+"""The program ``qwen_vl_node``: start, life cycle by itself, clean end on a signal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from qwen_vl_ros.node.parameters import Settings
+from qwen_vl_ros.share import share, use_large_data_profile
+
+#: What is left running after so many seconds is left behind.
+END_S = 2.0
+
+
+class Ended(BaseException):
+    """SIGINT or SIGTERM arrived while the main thread was at work."""
+
+
+class RosLog(logging.Handler):
+    """Hands what the package logs to ROS."""
+
+    def __init__(self, logger: Any) -> None:
+        super().__init__(logging.INFO)
+        self._logger = logger
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record at ROS's level of the same name."""
+        text = self.format(record)
+        # rclpy ties a place in the code to one level: three places, not one.
+        if record.levelno >= logging.ERROR:
+            self._logger.error(text)
+        elif record.levelno >= logging.WARNING:
+            self._logger.warning(text)
+        else:
+            self._logger.info(text)
+
+
+def load_engine(settings: Settings) -> Any:
+    """
+    Load the engine that the settings name and warm it up.
+
+    :raises EngineError: one sentence: path, what was found, what was expected.
+    """
+    from qwen_vl_ros.engine.engine import Engine
+
+    engine = Engine.load(
+        settings.model_path or str(share('models', 'tiny')), device=settings.model_device,
+        dtype=settings.model_dtype, quantization=settings.model_quantization,
+        max_context=settings.model_max_context, min_pixels=settings.vision_min_pixels,
+        max_pixels=settings.vision_max_pixels, allow_download=settings.model_allow_download)
+    engine.warm_up(sizes=[(640, 480)])
+    return engine
+
+
+def main(args: Sequence[str] | None = None, load: Any = load_engine) -> int:
+    """
+    Run the node until SIGINT or SIGTERM.
+
+    :param args: ROS arguments, ``sys.argv`` where ``None``.
+    :param load: makes the engine from settings.
+    :return: 0 after a signal, 1 for parameters that cannot be used.
+    """
+    use_large_data_profile()
+    import rclpy
+    from rclpy.exceptions import ParameterException
+    from rclpy.executors import SingleThreadedExecutor
+    from rclpy.signals import SignalHandlerOptions
+
+    from qwen_vl_ros.node.node import QwenVlNode
+
+    ending = threading.Event()
+
+    def on_signal(number: int, stack: Any) -> None:
+        first = not ending.is_set()
+        ending.set()
+        if first and threading.current_thread() is threading.main_thread():
+            raise Ended
+
+    rclpy.init(args=None if args is None else list(args),
+               signal_handler_options=SignalHandlerOptions.NO)
+    try:
+        node = QwenVlNode(load)
+    except (ParameterException, ValueError) as error:
+        print(f'qwen_vl: the parameters cannot be used: {error}', file=sys.stderr)
+        rclpy.shutdown()
+        return 1
+    handler = RosLog(node.get_logger())
+    logging.getLogger('qwen_vl_ros').addHandler(handler)
+    executor = SingleThreadedExecutor()
+    executor.add_node(node)
+    spinning = threading.Thread(
+        target=_spin, args=(executor, node.get_logger(), ending), name='executor', daemon=True)
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, on_signal)
+        spinning.start()
+        if node.settings.autostart:
+            _autostart(node)
+        while not ending.wait(3600.0):
+            pass
+    except Ended:
+        pass
+    _end(node, executor, spinning, rclpy.shutdown)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Interpreter shutdown would wait for (or crash in) a thread that is still inside the engine.
+    os._exit(0)
+
+
+def _autostart(node: Any) -> None:
+    from rclpy.lifecycle import TransitionCallbackReturn
+
+    if node.trigger_configure() == TransitionCallbackReturn.SUCCESS:
+        node.trigger_activate()
+
+
+def _spin(executor: Any, logger: Any, ending: threading.Event) -> None:
+    """Run callbacks; an exception in one is logged and the next is run."""
+    while not ending.is_set():
+        try:
+            executor.spin_once(timeout_sec=0.5)
+        except Exception as error:
+            if not ending.is_set():
+                logger.error(f'a callback failed: {type(error).__name__}: {error}',
+                             throttle_duration_sec=1.0)
+
+
+def _end(node: Any, executor: Any, spinning: threading.Thread, shutdown: Any) -> None:
+    """Close everything in order; a thread that does not come home does not hold the process."""
+    finished = threading.Event()
+
+    def close() -> None:
+        spinning.join(END_S)
+        node.close()
+        executor.shutdown(timeout_sec=0.5)
+        node.destroy_node()
+        shutdown()
+        finished.set()
+
+    threading.Thread(target=close, name='close', daemon=True).start()
+    finished.wait(END_S + 0.5)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

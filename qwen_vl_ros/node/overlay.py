@@ -1,0 +1,86 @@
+"""The picture that an answer is about, with the answer written on it and dropped parts dimmed."""
+
+from __future__ import annotations
+
+import textwrap
+from array import array
+from typing import Any
+
+import cv2
+import numpy as np
+from sensor_msgs.msg import CompressedImage, Image
+from std_msgs.msg import Header
+
+FONT = cv2.FONT_HERSHEY_SIMPLEX
+WHITE, YELLOW = (255, 255, 255), (0, 220, 255)
+
+
+def draw(rgb: np.ndarray, question: str, answer: str, costs: str,
+         kept: np.ndarray | None = None) -> np.ndarray:
+    """
+    Return the picture with a banner of question, answer and costs.
+
+    :param rgb: uint8 [H, W, 3].
+    :param kept: bool [rows, columns] of the picture's units; units that were dropped are dimmed.
+    :return: uint8 [H, W, 3] BGR, a picture of its own.
+    """
+    bgr = np.ascontiguousarray(rgb[:, :, ::-1])
+    height, width = bgr.shape[:2]
+    if kept is not None:
+        dropped = ~_grown(kept, width, height)
+        bgr[dropped] >>= 2
+    scale = max(0.4, height / 900)
+    letter = cv2.getTextSize('n', FONT, scale, 1)[0][0]
+    columns = max(10, width // max(1, letter) - 2)
+    lines = [(line, YELLOW) for line in textwrap.wrap(question, columns)[:2]]
+    lines += [(line, WHITE) for line in textwrap.wrap(answer, columns)[:6]]
+    lines += [(costs, YELLOW)]
+    pitch = round(30 * scale) + 4
+    top = max(0, height - pitch * len(lines) - pitch // 2)
+    bgr[top:] >>= 1
+    for number, (line, colour) in enumerate(lines):
+        # OpenCV's own fonts know ASCII only.
+        line = line.encode('ascii', 'replace').decode()
+        cv2.putText(bgr, line, (pitch // 2, top + pitch * (number + 1)), FONT, scale, colour,
+                    1 + round(scale), cv2.LINE_AA)
+    return bgr
+
+
+def saliency_picture(kept: np.ndarray, width: int, height: int) -> np.ndarray:
+    """Return uint8 [height, width]: 255 where the units [rows, columns] were kept, else 64."""
+    return np.where(_grown(kept, width, height), 255, 64).astype(np.uint8)
+
+
+def _grown(units: np.ndarray, width: int, height: int) -> np.ndarray:
+    small = np.ascontiguousarray(units, dtype=np.uint8)
+    return cv2.resize(small, (width, height), interpolation=cv2.INTER_NEAREST).astype(bool)
+
+
+def image_message(pixels: np.ndarray, header: Header) -> Image:
+    """
+    Wrap a picture; the bytes are copied once.
+
+    :param pixels: uint8 [H, W, 3] BGR or [H, W] grey.
+    """
+    height, width = pixels.shape[:2]
+    data = array('B')
+    data.frombytes(pixels.tobytes())
+    return Image(header=header, height=height, width=width, is_bigendian=0,
+                 encoding='bgr8' if pixels.ndim == 3 else 'mono8',
+                 step=pixels.size // height, data=data)
+
+
+def jpeg_message(bgr: np.ndarray, header: Header) -> CompressedImage:
+    """Return uint8 [H, W, 3] BGR as a JPEG, in the words of compressed_image_transport."""
+    good, encoded = cv2.imencode('.jpg', bgr, [cv2.IMWRITE_JPEG_QUALITY, 85])
+    if not good:
+        raise ValueError('the overlay could not be encoded as JPEG')
+    data = array('B')
+    data.frombytes(encoded.tobytes())
+    return CompressedImage(header=header, format='bgr8; jpeg compressed bgr8', data=data)
+
+
+def kept_units(answer: Any) -> np.ndarray | None:
+    """Return bool [rows, columns] of the first picture's kept units, where the engine tells."""
+    mask = getattr(answer, 'kept_units', None)
+    return mask[0] if mask else None

@@ -1,0 +1,322 @@
+"""
+The node's parameters: one table, one frozen :class:`Settings`, validated as a whole.
+
+A field of ``Settings`` is a parameter. Its metadata is what ROS tools show, what is checked, and
+what ``docs/interfaces.md`` is held against.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from rcl_interfaces.msg import (
+    FloatingPointRange,
+    IntegerRange,
+    ParameterDescriptor,
+    ParameterType,
+    SetParametersResult,
+)
+from rclpy.parameter import Parameter
+
+#: When a changed value counts: from the next question on, at the next activation (so the node must
+#: not be active), or at the next configuration (so it must be unconfigured).
+LIVE, ACTIVATE, CONFIGURE = 'live', 'activate', 'configure'
+
+#: The longest deadline of a question; action results are kept a little longer than that.
+MAX_DEADLINE_S = 300.0
+
+ROS_TYPES = {
+    bool: ParameterType.PARAMETER_BOOL,
+    int: ParameterType.PARAMETER_INTEGER,
+    float: ParameterType.PARAMETER_DOUBLE,
+    str: ParameterType.PARAMETER_STRING,
+    tuple: ParameterType.PARAMETER_STRING_ARRAY,
+}
+
+
+def parameter(name: str, default: Any, when: str, text: str, *, low: float | None = None,
+              high: float | None = None, choices: tuple[str, ...] = ()) -> Any:
+    """Describe a parameter; ``when`` a change counts, ``text``: one or two sentences."""
+    return field(default=default, metadata={
+        'name': name, 'when': when, 'text': text, 'low': low, 'high': high, 'choices': choices})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All parameters at one moment. Swapped as a whole between questions."""
+
+    model_path: str = parameter(
+        'model.path', '', CONFIGURE,
+        'Folder of a Qwen2-VL checkpoint (config.json, tokenizer, *.safetensors). Empty: the '
+        'small checkpoint that ships with the package, which knows rendered scenes only.')
+    model_device: str = parameter(
+        'model.device', 'auto', CONFIGURE,
+        'auto, cpu, cuda or cuda:N. auto takes CUDA where it works; cuda never falls back.')
+    model_dtype: str = parameter(
+        'model.dtype', 'auto', CONFIGURE, 'Type of the activations.',
+        choices=('auto', 'float32', 'bfloat16', 'float16'))
+    model_quantization: str = parameter(
+        'model.quantization', 'none', CONFIGURE,
+        'Type of the weights; none keeps the checkpoint\'s.')
+    model_max_context: int = parameter(
+        'model.max_context', 4096, CONFIGURE, 'Tokens of prompt and answer together.',
+        low=128, high=32768)
+    model_allow_download: bool = parameter(
+        'model.allow_download', False, CONFIGURE,
+        'Let model.path name a repository that is fetched. Robots are offline: off.')
+    vision_min_pixels: int = parameter(
+        'vision.min_pixels', 3136, CONFIGURE,
+        'Smaller pictures are scaled up to this many pixels; pixels / 784 = tokens.',
+        low=784, high=12845056)
+    vision_max_pixels: int = parameter(
+        'vision.max_pixels', 401408, CONFIGURE,
+        'Larger pictures are scaled down to this many pixels; pixels / 784 = tokens.',
+        low=784, high=12845056)
+    cameras: tuple[str, ...] = parameter(
+        'cameras', ('camera',), ACTIVATE,
+        'One entry a camera: NAME reads NAME/image_raw, NAME=TOPIC another topic. A question that '
+        'names no camera is about the first.')
+    image_transport: str = parameter(
+        'image_transport', 'raw', ACTIVATE,
+        'raw, or compressed to read TOPIC/compressed. A topic that already ends in /compressed '
+        'or /compressedDepth is read as it is.', choices=('raw', 'compressed'))
+    image_qos: str = parameter(
+        'image_qos', 'AUTO', ACTIVATE,
+        'AUTO fits each camera\'s publishers; SENSOR_DATA is best effort; DEFAULT is reliable.',
+        choices=('AUTO', 'SENSOR_DATA', 'DEFAULT'))
+    clip_length: int = parameter(
+        'clip.length', 4, ACTIVATE, 'Newest frames kept a camera, for questions about clips.',
+        low=1, high=32)
+    max_image_age_s: float = parameter(
+        'max_image_age_s', 2.0, LIVE,
+        'A question is refused when the newest picture is older. 0 takes any.',
+        low=0.0, high=3600.0)
+    queue_size: int = parameter(
+        'queue.size', 4, ACTIVATE, 'Questions that may wait; one more is refused at once.',
+        low=1, high=64)
+    service_max_deadline: float = parameter(
+        'service.max_deadline', 10.0, LIVE, 'Longest time that ~/ask may take, seconds.',
+        low=0.1, high=MAX_DEADLINE_S)
+    generation_max_new_tokens: int = parameter(
+        'generation.max_new_tokens', 64, LIVE, 'Most tokens of an answer.', low=1, high=4096)
+    generation_temperature: float = parameter(
+        'generation.temperature', 0.0, LIVE, '0 is greedy.', low=0.0, high=5.0)
+    generation_deadline_s: float = parameter(
+        'generation.deadline_s', 30.0, LIVE,
+        'Time for a whole answer, waiting included, where the question brings none.',
+        low=0.1, high=MAX_DEADLINE_S)
+    prompt_system: str = parameter(
+        'prompt.system', '', LIVE, 'System prompt. Empty: the chat template\'s own.')
+    prompt_template_file: str = parameter(
+        'prompt.template_file', '', CONFIGURE,
+        'Text file that holds {question} once; every question is put into it. Empty: none.')
+    pruning_enable: bool = parameter(
+        'pruning.enable', False, LIVE, 'Drop vision tokens. Approximate: can change answers.')
+    pruning_keep_ratio: float = parameter(
+        'pruning.keep_ratio', 0.5, LIVE, 'Share of vision tokens kept.', low=0.1, high=1.0)
+    pruning_min_tokens: int = parameter(
+        'pruning.min_tokens', 64, LIVE, 'Never keep fewer tokens of a picture than this.',
+        low=1, high=16384)
+    continuous_enable: bool = parameter(
+        'continuous.enable', False, LIVE, 'Ask continuous.question again and again.')
+    continuous_question: str = parameter(
+        'continuous.question', 'What do you see?', LIVE, 'The standing question.')
+    continuous_rate_hz: float = parameter(
+        'continuous.rate_hz', 1.0, LIVE,
+        'Standing questions a second; one that finds the engine busy is left out.',
+        low=0.01, high=60.0)
+    continuous_num_frames: int = parameter(
+        'continuous.num_frames', 1, LIVE, 'Frames that the standing question looks at.',
+        low=1, high=32)
+    overlay_enable: bool = parameter(
+        'overlay.enable', True, LIVE, 'Publish ~/overlay and ~/saliency where somebody listens.')
+    diagnostics_period: float = parameter(
+        'diagnostic_updater.period', 1.0, CONFIGURE, 'Seconds between diagnostics.',
+        low=0.1, high=10.0)
+    diagnostics_max_latency_ms: float = parameter(
+        'diagnostics.max_latency_ms', 0.0, LIVE,
+        'Warn when the median answer takes longer, milliseconds. 0 never warns.',
+        low=0.0, high=1e6)
+    diagnostics_min_bandwidth_utilization: float = parameter(
+        'diagnostics.min_bandwidth_utilization', 0.0, LIVE,
+        'Warn when decoding uses a smaller share of the memory bandwidth. 0 never warns.',
+        low=0.0, high=1.0)
+    diagnostics_stale_after_s: float = parameter(
+        'diagnostics.stale_after_s', 3.0, LIVE,
+        'A camera without a frame for this long is STALE.', low=0.1, high=3600.0)
+    diagnostics_expected_hz: float = parameter(
+        'diagnostics.expected_hz', 0.0, LIVE,
+        'Frame rate that cameras should have; fewer than 80 % of it is a warning. 0: any.',
+        low=0.0, high=1000.0)
+    autostart: bool = parameter(
+        'autostart', True, CONFIGURE, 'Configure and activate by itself at start.')
+
+    @classmethod
+    def table(cls) -> tuple[Field[Any], ...]:
+        """Return the fields; ``field.metadata`` is what :func:`parameter` was given."""
+        return fields(cls)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Settings:
+        """
+        Make settings from ROS parameter values by name; names that are not ours are passed over.
+
+        :raises ValueError: one sentence with every reason.
+        """
+        own: dict[str, Any] = {}
+        reasons: list[str] = []
+        for spec in cls.table():
+            name = spec.metadata['name']
+            if name not in values:
+                continue
+            try:
+                own[spec.name] = _checked(spec, values[name])
+            except ValueError as error:
+                reasons.append(str(error))
+        if not reasons:
+            settings = cls(**own)
+            reasons = settings._contradictions()
+            if not reasons:
+                return settings
+        raise ValueError('; '.join(reasons))
+
+    def _contradictions(self) -> list[str]:
+        """Return what is wrong with values that are each in range."""
+        reasons = []
+        if self.vision_min_pixels > self.vision_max_pixels:
+            reasons.append(f'vision.min_pixels {self.vision_min_pixels} is above '
+                           f'vision.max_pixels {self.vision_max_pixels}')
+        if self.continuous_num_frames > self.clip_length:
+            reasons.append(f'continuous.num_frames {self.continuous_num_frames} is above '
+                           f'clip.length {self.clip_length}')
+        if self.continuous_enable and not self.continuous_question.strip():
+            reasons.append('continuous.enable needs a continuous.question')
+        try:
+            self.camera_topics()
+        except ValueError as error:
+            reasons.append(str(error))
+        return reasons
+
+    def camera_topics(self) -> dict[str, str]:
+        """
+        Return the base topic of each camera by its name, in order.
+
+        :raises ValueError: for an entry that is empty, lacks a topic, or comes twice.
+        """
+        topics: dict[str, str] = {}
+        for entry in self.cameras:
+            name, given, topic = entry.partition('=')
+            name, topic = name.strip(), topic.strip()
+            if not name or (given and not topic):
+                raise ValueError(f"cameras: '{entry}' is neither NAME nor NAME=TOPIC")
+            if name in topics:
+                raise ValueError(f"cameras: '{name}' comes twice")
+            topics[name] = topic or f'{name}/image_raw'
+        return topics
+
+    def template(self) -> str:
+        """
+        Return the text that questions are put into.
+
+        :raises ValueError: for a file that cannot be read or does not hold {question} once.
+        """
+        if not self.prompt_template_file:
+            return '{question}'
+        try:
+            text = Path(self.prompt_template_file).read_text(encoding='utf-8')
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f'prompt.template_file cannot be read: {error}') from None
+        if text.count('{question}') != 1:
+            raise ValueError(f'prompt.template_file {self.prompt_template_file} must hold '
+                             f'{{question}} once, it does {text.count("{question}")} times')
+        return text
+
+
+def _checked(spec: Field[Any], value: Any) -> Any:
+    """Return the value in the field's own type; a whole number passes for a float."""
+    meta = spec.metadata
+    kind: type = type(spec.default)
+    name = meta['name']
+    if kind is tuple:
+        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
+            raise ValueError(f'{name} must be a list of texts, got {value!r}')
+        return tuple(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not kind:
+        raise ValueError(f'{name} must be {_kind_name(kind)}, got {value!r}')
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f'{name} must be finite, got {value}')
+    if meta['low'] is not None and not meta['low'] <= value <= meta['high']:
+        raise ValueError(f"{name} must be from {meta['low']} to {meta['high']}, got {value}")
+    if meta['choices'] and value not in meta['choices']:
+        raise ValueError(f"{name} must be one of {', '.join(meta['choices'])}, got '{value}'")
+    return value
+
+
+def _kind_name(kind: type) -> str:
+    return {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'text'}[kind]
+
+
+def descriptor(spec: Field[Any]) -> ParameterDescriptor:
+    """Return what ROS tools show of a parameter."""
+    meta, kind = spec.metadata, type(spec.default)
+    words = [{LIVE: 'Can be changed at any time.',
+              ACTIVATE: 'Can be changed while the node is not active.',
+              CONFIGURE: 'Can be changed while the node is unconfigured.'}[meta['when']]]
+    if meta['choices']:
+        words.append(f"One of {', '.join(meta['choices'])}.")
+    result = ParameterDescriptor(
+        name=meta['name'], type=ROS_TYPES[kind], description=meta['text'],
+        additional_constraints=' '.join(words),
+        # A whole number in a YAML file is good enough for a float, which static typing refuses.
+        dynamic_typing=kind is float)
+    if meta['low'] is not None and kind is int:
+        result.integer_range = [
+            IntegerRange(from_value=meta['low'], to_value=meta['high'], step=1)]
+    elif meta['low'] is not None:
+        result.floating_point_range = [
+            FloatingPointRange(from_value=meta['low'], to_value=meta['high'], step=0.0)]
+    return result
+
+
+def declarations() -> list[Any]:
+    """Return (name, default, descriptor) of each, as ``Node.declare_parameters`` takes them."""
+    return [(s.metadata['name'],
+             list(s.default) if isinstance(s.default, tuple) else s.default, descriptor(s))
+            for s in Settings.table()]
+
+
+def refusal(changes: Iterable[Parameter], current: Mapping[str, Any], *, active: bool,
+            unconfigured: bool) -> tuple[Settings | None, SetParametersResult]:
+    """
+    Judge a set of changes: all are taken or none.
+
+    :param changes: what somebody wants to set.
+    :param current: values now, by name.
+    :param active: the node answers questions.
+    :param unconfigured: the node holds no model.
+    :return: the settings that would hold, or ``None``, and the answer to the caller.
+    """
+    wanted = dict(current)
+    reasons = []
+    when = {spec.metadata['name']: spec.metadata['when'] for spec in Settings.table()}
+    for change in changes:
+        if change.name in when and change.value != current.get(change.name):
+            if when[change.name] == CONFIGURE and not unconfigured:
+                reasons.append(f'{change.name} can be changed only while the node is unconfigured')
+            elif when[change.name] == ACTIVATE and active:
+                reasons.append(f'{change.name} can be changed only while the node is not active')
+        wanted[change.name] = change.value
+    settings = None
+    try:
+        settings = Settings.of(wanted)
+    except ValueError as error:
+        reasons.append(str(error))
+    if reasons:
+        return None, SetParametersResult(successful=False, reason='; '.join(reasons))
+    return settings, SetParametersResult(successful=True)

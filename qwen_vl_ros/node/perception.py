@@ -1,0 +1,171 @@
+"""
+The node's core without ROS: messages and questions in, events and an outcome out.
+
+The node feeds it from subscriptions and callbacks; a test or a program can do so by hand.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Protocol
+
+from qwen_vl_ros.decode import FrameError
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.engine.types import Delta, Done, Request, Stage, Visual
+from qwen_vl_ros.measure.timeline import Timeline
+from qwen_vl_ros.node.parameters import Settings
+from qwen_vl_ros.node.requests import Job, Outcome, Requests
+from qwen_vl_ros.pipeline import (
+    AskOptions,
+    FrameStore,
+    age_ns,
+    build_request,
+    frame_from_message,
+)
+
+#: Pixels that become one vision token: a 2x2 unit of 14x14 patches.
+TOKEN_PIXELS = 784
+
+
+class EngineLike(Protocol):
+    """What the node asks of an engine (see :mod:`qwen_vl_ros.engine.engine`)."""
+
+    @property
+    def info(self) -> Any:
+        """Return facts about the loaded model."""
+
+    def answer(self, request: Request, timeline: Timeline | None = None,
+               cancelled: Callable[[], bool] = ...) -> Iterator[Stage | Delta | Done]:
+        """Answer one question; raises :class:`EngineError`."""
+
+    def reset_sessions(self) -> None:
+        """Forget all multi-turn histories."""
+
+    def close(self) -> None:
+        """Free the model's memory."""
+
+
+class Perception:
+    """
+    Newest frames, waiting questions and the engine, put together.
+
+    :param engine: used from the worker's thread only, from :meth:`start` to :meth:`stop`.
+    :param settings: live ones may be swapped by assigning :attr:`settings`.
+    :param ros_now_ns: clock of the pictures' stamps, nanoseconds.
+    """
+
+    def __init__(self, engine: EngineLike, settings: Settings,
+                 ros_now_ns: Callable[[], int]) -> None:
+        self.engine = engine
+        self.settings = settings
+        self._template = settings.template()
+        self._ros_now_ns = ros_now_ns
+        self._forget = False
+        self.store = FrameStore(tuple(settings.camera_topics()), settings.clip_length)
+        self.requests = Requests(self.answer, settings.queue_size, self._check_newest)
+
+    def start(self) -> None:
+        """Take questions from now on, about the cameras in the settings."""
+        self.store = FrameStore(tuple(self.settings.camera_topics()), self.settings.clip_length)
+        self.requests.size = self.settings.queue_size
+        self.requests.start()
+
+    def stop(self, why: str = 'the node was deactivated', timeout_s: float = 2.0) -> bool:
+        """End all questions, drop all frames; see :meth:`Requests.stop`."""
+        ended = self.requests.stop(Outcome(ErrorCode.INACTIVE, why), timeout_s)
+        self.store.clear()
+        return ended
+
+    def receive(self, camera: str, message: Any) -> None:
+        """Keep a camera's message until a newer one comes; it is decoded when somebody asks."""
+        self.store.offer(camera, message, now_ns=self._ros_now_ns(),
+                         received_ns=time.monotonic_ns(), lazy=True)
+
+    def forget_sessions(self) -> None:
+        """Forget all multi-turn histories before the next question."""
+        self._forget = True
+
+    def answer(self, job: Job) -> Outcome:
+        """
+        Answer one question on this thread and tell its listener the stages and deltas.
+
+        :raises EngineError: see :class:`ErrorCode`.
+        """
+        if self._forget:
+            self._forget = False
+            self.engine.reset_sessions()
+        settings = self.settings
+        with job.timeline.stage('decode_message'):
+            visuals = self._look(job, settings)
+        request = self._request(job, visuals, settings)
+        answer = None
+        for event in self.engine.answer(
+                request, timeline=job.timeline, cancelled=job.should_stop):
+            if isinstance(event, Done):
+                answer = event.answer
+            else:
+                job.tell(event)
+        if answer is None:
+            raise EngineError(ErrorCode.UNKNOWN, 'the engine ended without an answer')
+        stopped = job.stopped
+        if stopped is None or answer.finish_reason not in ('cancelled', 'deadline'):
+            return Outcome(ErrorCode.NONE, answer=answer)
+        reason = 'deadline' if stopped.code == ErrorCode.DEADLINE else 'cancelled'
+        return replace(stopped, answer=replace(answer, finish_reason=reason))
+
+    def _look(self, job: Job, settings: Settings) -> tuple[Visual, ...]:
+        """Return the question's pictures and note whose they are and how old."""
+        question = job.question
+        now_ns, steady_ns = self._ros_now_ns(), time.monotonic_ns()
+        if question.messages:
+            visuals = tuple(Visual((self._own_picture(number, message),))
+                            for number, message in enumerate(question.messages))
+        else:
+            limit = settings.max_image_age_s if question.max_age_s is None else question.max_age_s
+            if question.num_frames > settings.clip_length:
+                raise EngineError(
+                    ErrorCode.BAD_REQUEST,
+                    f'num_frames is {question.num_frames}; at most {settings.clip_length} frames '
+                    'are kept (clip.length)')
+            visuals = self.store.select(
+                question.cameras, num_frames=question.num_frames, now_ns=now_ns,
+                now_received_ns=steady_ns, max_age_ns=int(limit * 1e9) if limit > 0 else None)
+            newest = min(age_ns(v.frames[-1], now_ns, steady_ns) for v in visuals)
+            job.image_age_ns = newest
+            job.timeline.add('image_age', steady_ns - newest, steady_ns)
+        job.frames = tuple(visual.frames[-1] for visual in visuals)
+        return visuals
+
+    def _own_picture(self, number: int, message: Any) -> Any:
+        try:
+            return frame_from_message(message, received_ns=time.monotonic_ns())
+        except FrameError as error:
+            raise EngineError(
+                ErrorCode.BAD_ENCODING, f'picture {number} of the question: {error.reason}'
+            ) from None
+
+    def _request(self, job: Job, visuals: tuple[Visual, ...], settings: Settings) -> Request:
+        question = job.question
+        ratio = settings.pruning_keep_ratio if settings.pruning_enable else 1.0
+        own = dict(question.options)
+        ratio = own.pop('keep_ratio', ratio)
+        if ratio < 1 and visuals:
+            pixels = min(f.width * f.height for f in job.frames)
+            pixels = min(max(pixels, settings.vision_min_pixels), settings.vision_max_pixels)
+            ratio = max(ratio, min(1.0, settings.pruning_min_tokens * TOKEN_PIXELS / pixels))
+        options = AskOptions(
+            system_prompt=settings.prompt_system or None,
+            max_new_tokens=settings.generation_max_new_tokens,
+            temperature=settings.generation_temperature)
+        if not question.text.strip():
+            raise EngineError(ErrorCode.BAD_REQUEST, 'the question is empty')
+        return build_request(
+            self._template.replace('{question}', question.text), visuals, options,
+            **{**own, 'keep_ratio': ratio, 'request_id': question.question_id})
+
+    def _check_newest(self) -> None:
+        """Decode each camera's newest frame while idle, so that a bad camera is named early."""
+        for camera in self.store.cameras:
+            self.store.newest(camera)

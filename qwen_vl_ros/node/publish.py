@@ -1,0 +1,102 @@
+"""What everybody can listen to: answers, their pieces, their costs, the overlay."""
+
+from __future__ import annotations
+
+import time
+
+from qwen_vl_msgs.msg import Answer, AnswerChunk, InferenceMetrics, ModelInfo
+from rclpy.node import Node
+from rclpy.qos import DurabilityPolicy, QoSProfile
+from sensor_msgs.msg import CompressedImage, Image
+from std_msgs.msg import String
+
+from qwen_vl_ros.engine.errors import ErrorCode
+from qwen_vl_ros.engine.types import Delta, Stage
+from qwen_vl_ros.node import overlay
+from qwen_vl_ros.node.messages import answer_message, chunk_message, header_of
+from qwen_vl_ros.node.requests import Job, Outcome, Queued
+
+
+class Publications:
+    """
+    The node's output topics.
+
+    :param node: owns the publishers.
+    """
+
+    def __init__(self, node: Node) -> None:
+        latched = QoSProfile(depth=1, durability=DurabilityPolicy.TRANSIENT_LOCAL)
+        self._answer = node.create_publisher(Answer, '~/answer', 10)
+        self._text = node.create_publisher(String, '~/answer_text', 10)
+        self._stream = node.create_publisher(AnswerChunk, '~/answer_stream', 100)
+        self._metrics = node.create_publisher(InferenceMetrics, '~/metrics', 10)
+        self._model_info = node.create_publisher(ModelInfo, '~/model_info', latched)
+        self._overlay = node.create_publisher(Image, '~/overlay', 1)
+        self._overlay_jpeg = node.create_publisher(CompressedImage, '~/overlay/compressed', 1)
+        self._saliency = node.create_publisher(Image, '~/saliency', 1)
+        self._numbers: dict[Job, int] = {}
+
+    def model_info(self, message: ModelInfo) -> None:
+        """Publish the facts about the model, also for those who come later."""
+        self._model_info.publish(message)
+
+    def event(self, job: Job, event: Queued | Stage | Delta | Outcome, *, pictures: bool) -> None:
+        """
+        Publish what a listener of topics should know of an event.
+
+        :param pictures: draw the overlay where somebody listens.
+        """
+        if isinstance(event, Delta):
+            self._chunk(job, event.text)
+        elif isinstance(event, Outcome):
+            self._chunk(job, '', done=True)
+            self._numbers.pop(job, None)
+            start_ns = time.monotonic_ns()
+            self._outcome(job, event)
+            if pictures:
+                self._pictures(job, event)
+            job.timeline.add('publish', start_ns, time.monotonic_ns())
+
+    def _chunk(self, job: Job, delta: str, done: bool = False) -> None:
+        number = self._numbers.get(job, 0)
+        self._numbers[job] = number + 1
+        self._stream.publish(chunk_message(job, number, delta, done))
+
+    def _outcome(self, job: Job, outcome: Outcome) -> None:
+        """A failed question is announced where it came from; only a topic has no other way."""
+        if outcome.code == ErrorCode.NONE or job.question.source == 'topic':
+            message = answer_message(job, outcome)
+            self._answer.publish(message)
+            if outcome.code == ErrorCode.NONE:
+                self._text.publish(String(data=message.text))
+                self._metrics.publish(message.metrics)
+
+    def refused(self, job: Job, outcome: Outcome) -> None:
+        """Announce a question from a topic that was not taken."""
+        self._outcome(job, outcome)
+
+    def _pictures(self, job: Job, outcome: Outcome) -> None:
+        if outcome.answer is None or not job.frames:
+            return
+        raw = self._overlay.get_subscription_count() > 0
+        jpeg = self._overlay_jpeg.get_subscription_count() > 0
+        kept = overlay.kept_units(outcome.answer)
+        saliency = kept is not None and self._saliency.get_subscription_count() > 0
+        if not (raw or jpeg or saliency):
+            return
+        header, frame = header_of(job), job.frames[0]
+        if saliency:
+            assert kept is not None
+            self._saliency.publish(overlay.image_message(
+                overlay.saliency_picture(kept, frame.width, frame.height), header))
+        if not (raw or jpeg):
+            return
+        line = outcome.answer.timeline
+        costs = (f'{line.total_ms():.0f} ms, first token {line.time_to_first_token_ms():.0f} ms, '
+                 f'{outcome.answer.vision_tokens_kept} of '
+                 f'{outcome.answer.vision_tokens_in} vision tokens')
+        picture = overlay.draw(frame.rgb(), job.question.text, outcome.answer.text, costs, kept)
+        if raw:
+            self._overlay.publish(overlay.image_message(picture, header))
+        if jpeg:
+            self._overlay_jpeg.publish(overlay.jpeg_message(picture, header))
