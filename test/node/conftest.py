@@ -19,11 +19,8 @@ def ros():
     rclpy.shutdown()
 
 
-@pytest.fixture
-def programs():
-    """Return a function that starts a Python program; all end with the test."""
-    running = []
-
+def _started(running):
+    """Yield a function that starts a Python program; all end with the fixture."""
     def start(*command, **env):
         running.append(Program(*map(str, command), **env))
         return running[-1]
@@ -33,9 +30,7 @@ def programs():
         program.kill()
 
 
-@pytest.fixture
-def start_node(programs):
-    """Return a function that starts the node with parameters (``__`` for a dot)."""
+def _node_starter(programs):
     def start(script='fake_node.py', wait='ready for questions', **parameters):
         arguments = ['--ros-args']
         for name, value in parameters.items():
@@ -49,7 +44,40 @@ def start_node(programs):
 
 
 @pytest.fixture
+def programs():
+    """Return a function that starts a Python program; it ends with the test."""
+    yield from _started([])
+
+
+@pytest.fixture
+def start_node(programs):
+    """Return a function that starts the node with parameters (``__`` for a dot)."""
+    return _node_starter(programs)
+
+
+@pytest.fixture
 def client(ros):
     made = Client()
     yield made
     made.close()
+
+
+@pytest.fixture(scope='module')
+def standing(ros):
+    """Start a node and a 64x48 camera at 30 Hz once for all tests of a file."""
+    running = []
+    for programs in _started(running):
+        programs('publish_frames.py', 64, 48, 30, 0, 'BEST_EFFORT')
+        program = _node_starter(programs)()
+        client = Client()
+        client.await_status('camera topic status',
+                            lambda level, message, values: int(values['frames_received']) > 0)
+        client.close()
+        yield program
+
+
+@pytest.fixture
+def node(standing):
+    """Return the standing node, which a test must leave idle and with its own parameters."""
+    yield standing
+    assert standing.process.poll() is None, standing.output

@@ -17,19 +17,6 @@ pytestmark = pytest.mark.ros
 CODES = Ask.Response
 
 
-@pytest.fixture
-def camera(programs):
-    return programs('publish_frames.py', 64, 48, 30, 0, 'BEST_EFFORT')
-
-
-@pytest.fixture
-def node(start_node, camera, client):
-    program = start_node()
-    client.await_status('camera topic status',
-                        lambda level, message, values: int(values['frames_received']) > 0)
-    return program
-
-
 def test_service_answers_about_the_newest_picture(node, client):
     response = client.ask('what is it?')
     assert response.error_code == CODES.NONE, response.error_msg
