@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qwen_vl_ros.engine.config import ModelConfig, load_config, read_json
 from qwen_vl_ros.engine.device import memory_available
-from qwen_vl_ros.engine.errors import CheckpointError
+from qwen_vl_ros.engine.errors import CheckpointError, one_line
 
 #: Old key prefixes (before transformers 4.52) and new ones, to the names used here.
 PREFIXES = (
@@ -78,7 +78,7 @@ def find_folder(path: str, allow_download: bool) -> Path:
             raise CheckpointError(
                 f"'{path}' is neither a folder nor a model downloaded before, and downloads are "
                 f"off: 'hf download {path}', or set model.allow_download to true") from error
-        raise CheckpointError(f"downloading '{path}' failed: {error}") from error
+        raise CheckpointError(f"downloading '{path}' failed: {one_line(error)}") from error
 
 
 def load_checkpoint(
@@ -129,7 +129,8 @@ def load_tokenizer(folder: Path, config: ModelConfig) -> tuple[Any, str]:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise CheckpointError(f'the tokenizer in {folder} cannot be loaded: {error}') from error
+        raise CheckpointError(
+            f'the tokenizer in {folder} cannot be loaded: {one_line(error)}') from error
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get('default')
@@ -195,7 +196,8 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
         header.pop('__metadata__', None)
         end = 8 + length + max((info['data_offsets'][1] for info in header.values()), default=0)
     except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f'{file} is not a readable safetensors file: {error}') from error
+        raise CheckpointError(
+            f'{file} is not a readable safetensors file: {one_line(error)}') from error
     if size != end:
         raise CheckpointError(
             f'{file} has {size} bytes, but its header announces {end}: '
@@ -217,7 +219,8 @@ def read_tensors(file: Path) -> Any:
             for name in stream.keys():  # noqa: SIM118 - not a dictionary
                 yield name, stream.get_tensor(name)
     except SafetensorError as error:
-        raise CheckpointError(f'{file} is not a readable safetensors file: {error}') from error
+        raise CheckpointError(
+            f'{file} is not a readable safetensors file: {one_line(error)}') from error
 
 
 def check_names(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen_vl_ros.engine.errors import CheckpointError
+from qwen_vl_ros.engine.errors import CheckpointError, one_line
 
 #: transformers releases whose classes are known to work: the lowest, and the first refused.
 TRANSFORMERS_RANGE = ((4, 57), (6, 0))
@@ -117,7 +117,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f'{path} is missing; a Qwen2-VL folder has it beside its safetensors') from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f'{path} does not hold JSON: {error}') from error
+        raise CheckpointError(f'{path} does not hold JSON: {one_line(error)}') from error
     if not isinstance(data, dict):
         raise CheckpointError(f'{path} does not hold a JSON object')
     return data
@@ -153,7 +153,8 @@ def load_config(folder: Path) -> ModelConfig:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f'{path} is not a valid Qwen2-VL config: {error}') from error
+        raise CheckpointError(
+            f'{path} is not a valid Qwen2-VL config: {one_line(error)}') from error
     fault = _fault(config)
     if fault:
         raise CheckpointError(f'{path}: {fault}')

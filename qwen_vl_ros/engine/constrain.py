@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode, one_line
 
 
 class Constraint:
@@ -37,7 +37,7 @@ class Constraint:
         if self._matcher.is_error():
             raise EngineError(
                 ErrorCode.BAD_SCHEMA,
-                f'the schema cannot be followed: {self._matcher.get_error()}')
+                f'the schema cannot be followed: {one_line(self._matcher.get_error())}')
         return mask
 
 
@@ -68,7 +68,8 @@ class Constraints:
         try:
             parsed = json.loads(schema)
         except ValueError as error:
-            raise EngineError(ErrorCode.BAD_SCHEMA, f'json_schema is not JSON: {error}') from error
+            raise EngineError(
+                ErrorCode.BAD_SCHEMA, f'json_schema is not JSON: {one_line(error)}') from error
         if not isinstance(parsed, dict):
             raise EngineError(ErrorCode.BAD_SCHEMA, 'json_schema is not a JSON object')
         try:
@@ -86,8 +87,8 @@ class Constraints:
                 self._words, llguidance.LLMatcher.grammar_from_json_schema(parsed))
         except Exception as error:
             raise EngineError(
-                ErrorCode.BAD_SCHEMA, f'json_schema is refused: {error}') from error
+                ErrorCode.BAD_SCHEMA, f'json_schema is refused: {one_line(error)}') from error
         if matcher.is_error():
             raise EngineError(
-                ErrorCode.BAD_SCHEMA, f'json_schema is refused: {matcher.get_error()}')
+                ErrorCode.BAD_SCHEMA, f'json_schema is refused: {one_line(matcher.get_error())}')
         return Constraint(matcher, self._vocab)

@@ -16,7 +16,7 @@ from qwen_vl_ros.engine.checkpoint import Checkpoint, find_folder, load_checkpoi
 from qwen_vl_ros.engine.config import load_config
 from qwen_vl_ros.engine.constrain import Constraint, Constraints
 from qwen_vl_ros.engine.device import is_out_of_memory, pick_device, pick_dtype
-from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode, one_line
 from qwen_vl_ros.engine.generate import Choice, Generated, Sampling, choose, generate
 from qwen_vl_ros.engine.kv_cache import CachePool, KVCache
 from qwen_vl_ros.engine.model import Model, Placed
@@ -127,14 +127,14 @@ class Engine:
             raise
         except Exception as error:
             self._drop_caches()
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             if is_out_of_memory(error):
                 raise EngineError(
                     ErrorCode.OUT_OF_MEMORY,
-                    f'out of memory with {len(request.visuals)} visuals: {reason}') from error
+                    f'out of memory with {len(request.visuals)} visuals: '
+                    f'{one_line(error)}') from error
             raise EngineError(
                 ErrorCode.UNKNOWN,
-                f'the answer failed: {type(error).__name__}: {reason}') from error
+                f'the answer failed: {type(error).__name__}: {one_line(error)}') from error
 
     def warm_up(self, sizes: Sequence[tuple[int, int]] = ((640, 480),)) -> None:
         """

@@ -43,3 +43,8 @@ class CheckpointError(EngineError):
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorCode.UNKNOWN, message)
+
+
+def one_line(error: object) -> str:
+    """Return an error's text without line breaks, or its type where it has none."""
+    return ' '.join(str(error).split()) or type(error).__name__

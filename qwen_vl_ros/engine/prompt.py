@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from qwen_vl_ros.engine.config import ModelConfig
-from qwen_vl_ros.engine.errors import CheckpointError, EngineError, ErrorCode
+from qwen_vl_ros.engine.errors import CheckpointError, EngineError, ErrorCode, one_line
 from qwen_vl_ros.engine.patches import Grid
 from qwen_vl_ros.frame import Frame
 
@@ -147,7 +147,7 @@ class PromptBuilder:
                 add_generation_prompt=True)
         except Exception as error:
             raise EngineError(
-                ErrorCode.BAD_REQUEST, f'the chat template failed: {error}') from error
+                ErrorCode.BAD_REQUEST, f'the chat template failed: {one_line(error)}') from error
         ids = self._tokenizer(text, add_special_tokens=False)['input_ids']
         return self.expand(ids, [v for turn in turns for v in turn.visuals])
 

@@ -100,7 +100,6 @@ def test_prefill_in_chunks_equals_one_pass(engine, picture, chunk):
     request = Request(QUESTION, (Visual((picture(448, 336),), random_keep(192, 0.7)),))
     prompt, logits = engine.trace(request)
     model = engine.model
-    embeddings = torch.zeros(0)
     features = [(prompt.spans[0], encode(
         engine, request.visuals[0].frames, np.flatnonzero(request.visuals[0].keep))[1])]
     with torch.inference_mode():
@@ -187,7 +186,7 @@ def test_slices_apart_equal_the_whole_clip(engine, clip):
 
 def test_cached_decode_with_drops_equals_recomputing(engine, picture):
     request = Request(QUESTION, (Visual((picture(448, 336),), random_keep(192)),))
-    prompt, logits = engine.trace(request)
+    prompt, _ = engine.trace(request)
     model = engine.model
     visual = (prompt.spans[0], encode(
         engine, request.visuals[0].frames, np.flatnonzero(request.visuals[0].keep))[1])
