@@ -43,13 +43,40 @@ machine: the same bag, model and options give the same answers, however fast it 
   qwen_vl replay drive.mcap -q "How many people?" -q "Is the path free?" --rate 2
   qwen_vl replay drive.db3 --topic /front/image_raw --topic /rear/image_raw -q "What do they show?"
   qwen_vl replay drive -q "What happens?" --frames 4 --report build/drive
+  qwen_vl replay drive --questions asked.json --rate 30
 
 BAG is a folder, or a single .mcap or .db3 file (metadata.yaml is not needed). At each key frame
 the newest frame of every --topic is shown to the model. --report writes report.json (read it with
-'qwen_vl compare') and report.html (pictures, answers, latency waterfall).'''
+'qwen_vl compare') and report.html (pictures, answers, latency waterfall).
+
+A file of questions is a JSON list. An entry is a text, asked at every key frame, or an object:
+  {"question": "Is the path free?", "at": 12.5, "frames": 1, "expected": "yes"}
+'at' (seconds after the start) asks once, at the first key frame from then on; 'frames' shows a
+clip; 'expected' lets the report say how many answers are right.'''
+
+#: Longest clip that can be asked for.
+MOST_FRAMES = 64
 
 #: Stamps jitter; a frame may come so much before its key time, nanoseconds.
 TOLERANCE_NS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Ask:
+    """
+    One question of a plan.
+
+    :param text: the words.
+    :param expected: the right answer, if known.
+    :param at_s: seconds after the bag's start: asked once, at the first key frame from then on;
+        ``None`` asks at every key frame.
+    :param num_frames: frames of each camera shown to the model: 1 a still, more a clip.
+    """
+
+    text: str
+    expected: str | None = None
+    at_s: float | None = None
+    num_frames: int = 1
 
 
 @dataclass(frozen=True)
@@ -57,20 +84,17 @@ class Plan:
     """
     What to ask of a recording.
 
-    :param questions: put at every key frame, each with its right answer or ``None``. A function
-        of the bag's time in nanoseconds where questions differ from one key frame to the next.
+    :param asks: the questions, in the order in which they are put at one key frame.
     :param rate: key frames a second of bag time.
     :param start_s: seconds of the bag to pass over.
-    :param limit: most key frames; 0 is all.
-    :param num_frames: frames a camera shown to the model: 1 a still, more a clip.
+    :param limit: most key frames at which something is asked; 0 is all.
     :param max_age_s: refuse frames that are older at their key frame; ``None`` takes any.
     """
 
-    questions: Callable[[int], Sequence[tuple[str, str | None]]]
+    asks: tuple[Ask, ...]
     rate: float = 1.0
     start_s: float = 0.0
     limit: int = 0
-    num_frames: int = 1
     max_age_s: float | None = None
 
 
@@ -100,7 +124,9 @@ def replay(
     :param on_text: see :func:`ask_engine`.
     :raises BagError: where the bag turns out to be damaged.
     """
-    store = FrameStore([t.name for t in topics], history=plan.num_frames)
+    store = FrameStore(
+        [t.name for t in topics], history=max((a.num_frames for a in plan.asks), default=1))
+    open_asks = list(plan.asks)
     missing = set(store.cameras)
     first: int | None = None
     last_key = -1
@@ -120,20 +146,25 @@ def replay(
         if key <= last_key:
             continue
         last_key = key
+        moment = (time_ns - bag.start_ns + TOLERANCE_NS) / 1e9
+        due = [a for a in open_asks if a.at_s is None or a.at_s <= moment]
+        if not due:
+            continue
+        open_asks = [a for a in open_asks if a.at_s is None or a not in due]
         counts.key_frames += 1
-        choose = partial(
-            store.select, store.cameras, num_frames=plan.num_frames, now_ns=time_ns,
-            now_received_ns=time_ns, max_age_ns=age)
-        for question, expected in plan.questions(time_ns):
-            on_question(time_ns, question)
-            yield ask_engine(engine, question, options, choose, time_ns=time_ns,
-                             expected=expected, on_text=on_text)
+        for ask in due:
+            on_question(time_ns, ask.text)
+            choose = partial(
+                store.select, store.cameras, num_frames=ask.num_frames, now_ns=time_ns,
+                now_received_ns=time_ns, max_age_ns=age)
+            yield ask_engine(engine, ask.text, options, choose, time_ns=time_ns,
+                             expected=ask.expected, on_text=on_text)
         for camera in store.cameras:
             seen = store.counts(camera)
             if seen.rejected:
                 counts.rejected[camera] = seen.rejected
                 counts.last_reason = seen.last_reason
-        if counts.key_frames == plan.limit:
+        if counts.key_frames == plan.limit or not open_asks:
             return
 
 
@@ -159,6 +190,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument('bag', type=Path, help='rosbag2 folder, .mcap or .db3 file')
     parser.add_argument('-q', '--question', action='append', default=[], metavar='TEXT',
                         help='what to ask at every key frame; again for more questions')
+    parser.add_argument('--questions', type=Path, metavar='FILE',
+                        help='JSON list of questions, see above')
     parser.add_argument('--topic', '--camera', action='append', default=[], metavar='NAME',
                         help='image topic, raw or compressed; again for more cameras '
                              '(default: the first image topic of the bag)')
@@ -206,7 +239,9 @@ def run(args: argparse.Namespace) -> int:
                                              end='', flush=True),
                 on_text=lambda text: say(text, end='', flush=True)):
             exchanges.append(exchange)
-            say(f'\n             {cost_line(exchange)}', flush=True)
+            verdict = {None: '', True: 'right · ', False: f'WRONG, expected '
+                       f'{exchange.expected} · '}[exchange.correct]
+            say(f'\n             {verdict}{cost_line(exchange)}', flush=True)
         report = build_report(
             f'Replay of {bag.path.name}', exchanges, model=model_dict(engine),
             source=source_dict(bag, topics, counts), options=_options(args))
@@ -235,6 +270,8 @@ def closing(report: dict[str, Any]) -> str:
     """Return the sum of a run in one or two lines."""
     total, source = report['summary'], report['source']
     lines = [f'{total["answered"]} of {total["questions"]} questions answered']
+    if 'correct' in total:
+        lines[0] += f', {total["correct"]} of {total["with_known_answer"]} right'
     if total['answers_per_s']:
         lines[0] += (f', {total["answers_per_s"]:.2f} answers/s, '
                      f'median {total["total_ms_p50"]:.0f} ms')
@@ -247,28 +284,65 @@ def closing(report: dict[str, Any]) -> str:
 
 def make_plan(args: argparse.Namespace) -> Plan:
     """:raises CliError: for numbers out of range and for missing or empty questions."""
-    if not args.question:
-        raise CliError('nothing to ask: give at least one --question TEXT')
-    if any(not q.strip() for q in args.question):
-        raise CliError('a --question is empty')
     for name, good, expected in (
             ('rate', 0 < args.rate <= 1000, 'over 0 and at most 1000'),
             ('start', 0 <= args.start < 1e9, 'not negative'),
             ('limit', args.limit >= 0, 'not negative'),
-            ('frames', 1 <= args.frames <= 64, '1 to 64'),
+            ('frames', 1 <= args.frames <= MOST_FRAMES, f'1 to {MOST_FRAMES}'),
             ('max_age', args.max_age is None or args.max_age > 0, 'over 0')):
         if not good:
             raise CliError(
                 f"--{name.replace('_', '-')} is {getattr(args, name)}; expected {expected}")
-    fixed = tuple((q, None) for q in args.question)
-    return Plan(lambda time_ns: fixed, args.rate, args.start, args.limit, args.frames,
-                args.max_age)
+    asks = [Ask(q, num_frames=args.frames) for q in args.question]
+    if args.questions:
+        asks += read_questions(args.questions, args.frames)
+    if not asks:
+        raise CliError('nothing to ask: give at least one --question TEXT or --questions FILE')
+    if any(not a.text.strip() for a in asks):
+        raise CliError('a question is empty')
+    return Plan(tuple(asks), args.rate, args.start, args.limit, args.max_age)
+
+
+def read_questions(path: Path, num_frames: int) -> list[Ask]:
+    """
+    Read a file of questions: a JSON list of texts or of objects as the manual shows them.
+
+    :param num_frames: for questions that do not say.
+    :raises CliError: with the place of what is wrong.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding='utf-8'))
+    except OSError as error:
+        raise CliError(f'{path} cannot be read: {error.strerror}') from None
+    except ValueError as error:
+        raise CliError(f'{path} does not hold JSON: {error}') from None
+    if not isinstance(rows, list):
+        raise CliError(f'{path} does not hold a JSON list')
+    asks = []
+    for number, row in enumerate(rows, 1):
+        row = {'question': row} if isinstance(row, str) else row
+        if not isinstance(row, dict) or not isinstance(row.get('question'), str):
+            raise CliError(f"{path}, entry {number}: expected a text or an object with 'question'")
+        unknown = sorted(set(row) - {'question', 'expected', 'at', 'frames', 'note'})
+        if unknown:
+            raise CliError(f"{path}, entry {number}: unknown key '{unknown[0]}'")
+        at, frames, expected = row.get('at'), row.get('frames', num_frames), row.get('expected')
+        if at is not None and not (isinstance(at, (int, float)) and 0 <= at < 1e9):
+            raise CliError(f"{path}, entry {number}: 'at' is {at!r}; expected seconds")
+        if not isinstance(frames, int) or not 1 <= frames <= MOST_FRAMES:
+            raise CliError(
+                f"{path}, entry {number}: 'frames' is {frames!r}; expected 1 to {MOST_FRAMES}")
+        if expected is not None and not isinstance(expected, str):
+            raise CliError(f"{path}, entry {number}: 'expected' is {expected!r}; expected a text")
+        asks.append(Ask(row['question'], expected, at, frames))
+    return asks
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    names = ('question', 'rate', 'start', 'limit', 'frames', 'max_age', 'max_new_tokens',
-             'temperature', 'seed', 'keep_ratio', 'system', 'threads')
-    return {name: getattr(args, name) for name in names}
+    names = ('question', 'questions', 'rate', 'start', 'limit', 'frames', 'max_age',
+             'max_new_tokens', 'temperature', 'seed', 'keep_ratio', 'system', 'threads')
+    values = {name: getattr(args, name) for name in names}
+    return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
 
 
 def _earlier(path: Path | None) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from conftest import START_NS, frames
 
 from qwen_vl_ros.cli.bag import Bag
 from qwen_vl_ros.cli.main import main
-from qwen_vl_ros.cli.replay import Counts, Plan, replay
+from qwen_vl_ros.cli.replay import Ask, Counts, Plan, replay
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.types import Answer, Done
 from qwen_vl_ros.measure.timeline import Timeline
@@ -43,8 +43,8 @@ def run_plan(path, plan, topics=()):
     return engine, counts, exchanges
 
 
-def ask(text='What?'):
-    return lambda time_ns: ((text, None),)
+def ask(**more):
+    return (Ask('What?', **more),)
 
 
 @pytest.mark.parametrize('rate, expected', [
@@ -61,7 +61,7 @@ def test_key_frames_of_a_rate(bags, rate, expected):
 def test_start_limit_and_clip(bags):
     stamps = [s for s, _ in frames()]
     engine, _, _ = run_plan(
-        bags['sqlite3'], Plan(ask(), rate=10, start_s=0.5, limit=2, num_frames=4))
+        bags['sqlite3'], Plan(ask(num_frames=4), rate=10, start_s=0.5, limit=2))
     got = [[f.stamp_ns for f in r.visuals[0].frames] for r in engine.requests]
     assert got == [stamps[15:16], stamps[15:19]]
 
@@ -125,6 +125,21 @@ def test_odd_stamps_are_aged_from_reception_and_repeated_unchanged(tmp_path):
     assert exchanges[0].frames[0].stamp_ns == 0
 
 
+def test_questions_at_moments(bags):
+    plan = Plan((Ask('late', at_s=0.5, num_frames=3), Ask('early', at_s=0.05), Ask('now', at_s=0),
+                 Ask('never', at_s=5)), rate=30)
+    engine, counts, exchanges = run_plan(bags['mcap'], plan)
+    stamps = [s for s, _ in frames()]
+    assert [(r.question, [f.stamp_ns for f in r.visuals[0].frames]) for r in engine.requests] == [
+        ('now', stamps[0:1]), ('early', stamps[2:3]), ('late', stamps[13:16])]
+    assert counts.key_frames == 3 and len(exchanges) == 3
+
+
+def test_reading_stops_when_all_is_asked(bags):
+    _, counts, _ = run_plan(bags['mcap'], Plan((Ask('now', at_s=0.1),), rate=30))
+    assert counts.messages == 4
+
+
 def answers(report):
     return [(e['time_ns'], e['question'], e['text'], e['confidence'], e['output_tokens'])
             for e in report['exchanges']]
@@ -186,6 +201,38 @@ def test_text_output_and_report(bags, quick, capsys, tmp_path):
     assert '<svg' in page and '<title>encode ' in page
     # One file: nothing is loaded from anywhere.
     assert not re.search(r'(?:src|href)="(?!data:)|url\(|<script|@import', page)
+
+
+def test_questions_file_with_known_answers(bags, quick, capsys, tmp_path):
+    path = tmp_path / 'asked.json'
+    path.write_text(json.dumps(['Everywhere?', {'question': 'Once?', 'at': 0.4, 'frames': 2,
+                                                'expected': 'surely not this'}]))
+    code, report = run_json(capsys, bags['mcap'], '--questions', path, '--rate', '3', *quick)
+    assert code == 0
+    asked = [(round((e['time_ns'] - START_NS) / 1e9, 1), e['question'])
+             for e in report['exchanges']]
+    assert asked == [(0.0, 'Everywhere?'), (0.3, 'Everywhere?'), (0.7, 'Everywhere?'),
+                     (0.7, 'Once?')]
+    assert report['summary']['with_known_answer'] == 1 and report['summary']['correct'] == 0
+    right = report['exchanges'][3]['text']
+    path.write_text(json.dumps([{'question': 'Once?', 'at': 0.4, 'frames': 2,
+                                 'expected': f' {right.upper()}. '}]))
+    main(['replay', str(bags['mcap']), '--questions', str(path), '--rate', '3', *quick])
+    assert '1 of 1 right' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('content, expected', [
+    ('[', 'does not hold JSON'), ('{}', 'JSON list'), ('[3]', 'entry 1: expected a text'),
+    ('["a", {"question": 3}]', 'entry 2'), ('[{"question": "a", "att": 1}]', "key 'att'"),
+    ('[{"question": "a", "at": "x"}]', "'at' is 'x'"), ('[" "]', 'empty'), ('[]', 'nothing to'),
+    ('[{"question": "a", "frames": 0}]', "'frames' is 0"),
+    ('[{"question": "a", "expected": 3}]', "'expected' is 3")])
+def test_bad_questions_file(bags, quick, capsys, tmp_path, content, expected):
+    path = tmp_path / 'asked.json'
+    path.write_text(content)
+    assert main(['replay', str(bags['mcap']), '--questions', str(path), *quick]) == 2
+    err = capsys.readouterr().err
+    assert expected in err and len(err.strip().splitlines()) == 1
 
 
 def test_compare(bags, quick, capsys, tmp_path):
