@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -26,6 +25,9 @@ ENOUGH = 6
 
 RATE = 30.0
 FRAMES_A_SHOT = 15
+
+#: Grey levels by which a pixel differs from frame to frame at most.
+FLICKER = 2
 
 #: Frame of a shot at which it is asked about. In a shot where something moves, it moves between
 #: frames 6 and 7, and a clip of four frames ends here: two before, two after.
@@ -86,20 +88,21 @@ def draw_shots(stills: int = 6, moves: int = 2, seed: int = 0) -> list[Shot]:
 
 def frames(shots: Sequence[Shot], start_ns: int) -> Iterator[tuple[int, np.ndarray]]:
     """
-    Render the shots one after the other at 30 Hz, every frame with sensor noise of its own.
+    Render the shots one after the other at 30 Hz, every frame with noise of its own.
 
     :param start_ns: stamp of the first frame.
     :return: stamp in nanoseconds and uint8 [336, 448, 3] RGB.
     """
     for number, shot in enumerate(shots):
-        scenes = []
+        before, after = render([shot.before, shot.after])
         for i in range(FRAMES_A_SHOT):
-            scene = copy.copy(shot.after if i >= MOVED_AT else shot.before)
-            scene.env = {**scene.env, 'seed': float((scene.env['seed'] + i) % (1 << 23))}
-            scenes.append(scene)
-        for i, rgb in enumerate(render(scenes)):
             tick = number * FRAMES_A_SHOT + i
-            yield start_ns + round(tick * 1e9 / RATE), rgb
+            # The scene's own sensor noise stands still with its textures; this one does not.
+            flicker = np.random.Generator(np.random.PCG64(tick)).integers(
+                -FLICKER, FLICKER + 1, before.shape, np.int16)
+            picture = after if i >= MOVED_AT else before
+            yield (start_ns + round(tick * 1e9 / RATE),
+                   np.clip(picture + flicker, 0, 255).astype(np.uint8))
 
 
 def questions_file(shots: Sequence[Shot]) -> list[dict[str, Any]]:
