@@ -301,8 +301,7 @@ class Engine:
                 choice = self.model.first_token(hidden, pick, clock)
                 self._keep_features(fresh)
                 return choice
-            position = prompt.next_position + cache.length - prompt.ids.size
-            return self.model.next_token(last, position, cache, pick, clock)
+            return self.model.next_token(last, prompt, cache, pick, clock)
 
         return next_choice
 

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from qwen_vl_ros.engine.config import LanguageConfig
 
+#: Names a row that no prompt can match.
+NO_TOKEN = -1
+
 
 class KVCache:
     """
@@ -108,6 +111,11 @@ class CachePool:
         cache.length = reuse
         cache.used = self._clock
         return cache, reuse
+
+    @property
+    def used_bytes(self) -> int:
+        """Return the bytes that the caches hold."""
+        return sum(cache.rows.nbytes for cache in self._caches)
 
     def rewind(self) -> None:
         """Forget what the caches hold, but keep their memory."""

@@ -94,8 +94,9 @@ class LanguageModel:
         :return: hidden states [n, width] after the last layer, before the final norm.
         """
         cos, sin = self.rotary(positions)
+        mask = causal_mask(x.shape[0], start, x.device)
         for i, layer in enumerate(self.layers):
-            x = self._layer(x, layer, cos, sin, cache, i, start)
+            x = self._layer(x, layer, cos, sin, mask, cache, i, start)
         return x
 
     def decode(self, token: Tensor, position: int, cache: KVCache, start: int) -> Tensor:
@@ -115,8 +116,8 @@ class LanguageModel:
         return self.head(rms_norm(x, self.norm, self.config.eps))
 
     def _layer(
-        self, x: Tensor, layer: DecoderLayer, cos: Tensor, sin: Tensor, cache: KVCache,
-        index: int, start: int,
+        self, x: Tensor, layer: DecoderLayer, cos: Tensor, sin: Tensor, mask: Tensor | None,
+        cache: KVCache, index: int, start: int,
     ) -> Tensor:
         cfg = self.config
         n = x.shape[0]
@@ -125,24 +126,36 @@ class LanguageModel:
         turned = rotate(y[:cfg.heads + cfg.kv_heads], cos, sin)
         q, k = turned[:cfg.heads], turned[cfg.heads:]
         keys, values = cache.write(index, start, k, y[cfg.heads + cfg.kv_heads:])
-        y = causal_attention(q, keys, values)
+        y = causal_attention(q, keys, values, mask)
         x = x + layer.out(y.transpose(0, 1).reshape(n, cfg.width))
         gate, up = layer.gate_up(rms_norm(x, layer.norm2, cfg.eps)).chunk(2, dim=-1)
         return x + layer.down(activate(gate, cfg.activation) * up)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_mask(n: int, start: int, device: torch.device) -> Tensor | None:
     """
-    Attend from the last n positions to all up to their own; scores and softmax in float32.
+    Return which of ``start + n`` keys each of the last n positions may see, bool [n, start + n].
 
-    With n = 2 of m = 4::
+    With n = 2 after start = 2::
 
         q0  x x x .
         q1  x x x x
 
+    ``None`` where attention needs no mask: a single position, or a chunk with nothing before it.
+    """
+    if n == 1 or start == 0:
+        return None
+    return torch.ones(n, start + n, dtype=torch.bool, device=device).tril_(start)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """
+    Attend from the last n positions to all up to their own; scores and softmax in float32.
+
     :param q: [heads, n, D].
     :param k: [kv_heads, m, D], m >= n; head h reads group h // (heads / kv_heads).
     :param v: as k.
+    :param mask: of :func:`causal_mask`.
     :return: [heads, n, D].
     """
     heads, n, dim = q.shape
@@ -153,7 +166,5 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = F.scaled_dot_product_attention(q.view(1, kv_heads, group, dim), k[None], v[None])
         return out.view(heads, 1, dim)
     k, v = (z[:, None].expand(-1, group, -1, -1).reshape(1, heads, m, dim) for z in (k, v))
-    if n == m:
-        return F.scaled_dot_product_attention(q[None], k, v, is_causal=True)[0]
-    mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril_(m - n)
-    return F.scaled_dot_product_attention(q[None], k, v, attn_mask=mask)[0]
+    return F.scaled_dot_product_attention(
+        q[None], k, v, attn_mask=mask, is_causal=mask is None)[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 from qwen_vl_ros.engine import costs
 from qwen_vl_ros.engine.checkpoint import Checkpoint
 from qwen_vl_ros.engine.generate import Choice
-from qwen_vl_ros.engine.kv_cache import KVCache
+from qwen_vl_ros.engine.kv_cache import NO_TOKEN, KVCache
 from qwen_vl_ros.engine.language import LanguageModel
 from qwen_vl_ros.engine.patches import extract_patches
 from qwen_vl_ros.engine.prompt import Prompt, VisualToken
@@ -107,22 +107,23 @@ class Model:
 
     @torch.inference_mode()
     def next_token(
-        self, last: int, position: int, cache: KVCache, choose: Callable[[Tensor], Choice],
+        self, last: int, prompt: Prompt, cache: KVCache, choose: Callable[[Tensor], Choice],
         clock: DeviceClock,
     ) -> Choice:
         """
         Run one token and choose the one after it.
 
         :param last: the token to run.
-        :param position: its M-RoPE position.
+        :param prompt: what stands at the start of the cache.
         """
         cost = costs.decoder_cost(
             self.config.language, 1, cache.length, 1, self.language.weight_bytes,
             self.element_size)
         with clock.stage('token', **cost):
             token = torch.tensor([last], device=self.device)
+            position = prompt.next_position + cache.length - prompt.ids.size
             choice = choose(self.language.decode(token, position, cache, cache.length))
-        cache.extend(np.array([last]))
+        cache.extend(np.array([last if prompt.runs_on else NO_TOKEN]))
         return choice
 
     @torch.inference_mode()

@@ -89,6 +89,16 @@ class Prompt:
     spans: tuple[tuple[int, int], ...]
     next_position: int
 
+    @property
+    def runs_on(self) -> bool:
+        """
+        Tell whether an answer stands where the same words would stand in a longer prompt.
+
+        Not so after a clip whose time axis reaches beyond all text: then the rows that decoding
+        caches are of no use to the next turn.
+        """
+        return self.next_position == int(self.positions[0, -1]) + 1
+
 
 class PromptBuilder:
     """
