@@ -31,7 +31,7 @@ TOPIC = '/camera/front/image_raw'
 
 def make_recording(folder: Path, seed: int) -> Path:
     """Return the demo's bag; written on the first run."""
-    bag = folder / f'bag_{RECORDING}_{seed}'
+    bag = folder / f'scenes_{RECORDING}_{seed}'
     if (bag / 'questions.json').exists():
         return bag
     shutil.rmtree(bag, ignore_errors=True)
@@ -72,7 +72,8 @@ def main() -> int:
     topic = TOPIC + ('/compressed' if args.compressed else '')
     code = qwen_vl([
         'replay', str(bag), '--questions', str(bag / 'questions.json'), '--topic', topic,
-        '--rate', '30', '--model', str(args.model), '--report', str(output)])
+        '--rate', '30', '--model', str(args.model), '--report', str(output),
+        '--title', 'Questions about rendered robot scenes'])
     if code == 0:
         show_truth(output, bag)
     return code

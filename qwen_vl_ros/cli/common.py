@@ -15,7 +15,7 @@ from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.types import Delta, Done, Visual
 from qwen_vl_ros.measure.report import Exchange, Shown
 from qwen_vl_ros.measure.timeline import Timeline
-from qwen_vl_ros.pipeline import AskOptions, build_request
+from qwen_vl_ros.pipeline import AskOptions, age_ns, build_request
 
 if TYPE_CHECKING:
     from qwen_vl_ros.engine.engine import Engine
@@ -114,7 +114,8 @@ def ask_engine(
     Put one question; failures of this question are part of the result.
 
     :param choose: returns what to look at; decodes the pictures, so its time counts.
-    :param time_ns: noted in the result.
+    :param time_ns: when it is asked, on the clock of the pictures' stamps and of their reception;
+        0 when that means nothing.
     :param expected: the right answer, if known.
     :param on_text: gets each piece of the answer as it becomes final.
     """
@@ -123,6 +124,9 @@ def ask_engine(
     try:
         with timeline.stage('decode_message'):
             visuals = tuple(choose())
+        if time_ns and visuals:
+            age = min(age_ns(v.frames[-1], time_ns, time_ns) for v in visuals)
+            timeline.add('image_age', timeline.start_ns - age, timeline.start_ns)
         request = build_request(question, visuals, options)
         for event in engine.answer(request, timeline):
             if isinstance(event, Delta):

@@ -208,6 +208,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
                         help='refuse frames older than this at their key frame')
     parser.add_argument('--report', type=Path, metavar='DIR',
                         help='write report.json and report.html there')
+    parser.add_argument('--title', metavar='TEXT', help='heading of the report')
     parser.add_argument('--compare', type=Path, metavar='REPORT',
                         help='also compare with this report.json of an earlier run')
     parser.add_argument('--json', action='store_true',
@@ -243,7 +244,7 @@ def run(args: argparse.Namespace) -> int:
                        f'{exchange.expected} · '}[exchange.correct]
             say(f'\n             {verdict}{cost_line(exchange)}', flush=True)
         report = build_report(
-            f'Replay of {bag.path.name}', exchanges, model=model_dict(engine),
+            args.title or f'Replay of {bag.path.name}', exchanges, model=model_dict(engine),
             source=source_dict(bag, topics, counts), options=_options(args))
     engine.close()
     if not exchanges:

@@ -40,8 +40,7 @@ main{max-width:1120px;margin:0 auto;padding:32px 20px 64px}
 h1{font-size:26px;line-height:1.2;margin:0 0 4px}
 h2{font-size:17px;margin:36px 0 12px}
 .sub{color:var(--soft);margin:0}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(135px,1fr));gap:12px;
-margin-top:22px}
+.tiles{display:grid;grid-template-columns:repeat(4,1fr);gap:12px;margin-top:22px}
 .tile,.card,.panel{background:var(--card);border:1px solid var(--line);border-radius:12px}
 .tile{padding:14px 16px}
 .tile b{display:block;font-size:24px;line-height:1.2;font-variant-numeric:tabular-nums}
@@ -73,7 +72,7 @@ font-size:12.5px;color:var(--soft);margin:4px 6px 0 0;font-variant-numeric:tabul
 .good{color:var(--good)}.bad{color:var(--bad)}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:3px 18px;margin:0}
 dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
-@media(max-width:700px){.card{grid-template-columns:1fr}}
+@media(max-width:700px){.card{grid-template-columns:1fr}.tiles{grid-template-columns:1fr 1fr}}
 '''
 
 

@@ -70,7 +70,7 @@ def test_demo_answers_every_question(checkpoint, tmp_path):
     clips = [e for e in report['exchanges'] if 'moved' in e['question']]
     stills = [e for e in report['exchanges'] if 'number' in e['question']]
     assert clips[0]['vision_tokens_in'] == 2 * stills[0]['vision_tokens_in'] == 384
-    bag = tmp_path / f'bag_{demo.RECORDING}_0'
+    bag = tmp_path / f'scenes_{demo.RECORDING}_0'
     with Bag(bag) as opened:
         messages = list(opened.messages(opened.choose([demo.TOPIC])))
     truth = json.loads((bag / 'questions.json').read_text())

@@ -160,6 +160,8 @@ def test_same_bag_same_answers(bags, quick, capsys):
     _, sqlite = run_json(capsys, bags['sqlite3'], *argv)
     assert answers(sqlite) == answers(first)
     assert first['summary']['answered'] == first['summary']['questions'] == 8
+    age = next(r for r in first['stages'] if r['stage'] == 'image_age')
+    assert age['mean_ms'] == age['max_ms'] == 8.0
     assert {r['stage'] for r in first['stages']} >= {
         'decode_message', 'patches', 'encode', 'prefill', 'first_token', 'token'}
 
