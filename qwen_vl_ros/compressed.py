@@ -97,7 +97,7 @@ def decode_other(format: str, flat: np.ndarray) -> np.ndarray:
     head = bytes(flat[:16])
     if head[:8] == PNG:
         kind = 'PNG'
-        width, height = _check_png(flat)
+        width, height, flat = _check_png(flat)
     elif head[:4] == b'RIFF' and head[8:12] == b'WEBP':
         kind = 'WebP'
         width, height = _check_webp(flat)
@@ -169,16 +169,18 @@ def _has_end_of_image(flat: np.ndarray) -> bool:
     return data.rfind(b'\xff\xd9') > data.rfind(b'\xff\xda')
 
 
-def _check_png(flat: np.ndarray) -> tuple[int, int]:
+def _check_png(flat: np.ndarray) -> tuple[int, int, np.ndarray]:
     """
     Walk the chunks of a PNG file (ISO/IEC 15948 section 5) up to IEND.
 
-    :return: width and height.
-    :raises FrameError: for a cut file or a wrong check sum, which decoders only report on stderr.
+    :return: width, height, and the file without its ancillary chunks: colour profiles, gamma and
+        transparency change nothing here, and libpng complains about odd ones on stderr.
+    :raises FrameError: for a cut file or a wrong check sum.
     """
     view = flat.data
     size, at = flat.size, 8
     width = height = 0
+    critical = [PNG]
     while True:
         if at + 12 > size:
             raise FrameError(f'PNG is cut after {size} bytes: no IEND chunk')
@@ -195,8 +197,10 @@ def _check_png(flat: np.ndarray) -> tuple[int, int]:
             if kind != b'IHDR' or length != 13:
                 raise FrameError(f'PNG starts with chunk {kind!r}, expected IHDR')
             width, height = struct.unpack('>II', view[at + 8:at + 16])
+        if not kind[0] & 0x20:
+            critical.append(bytes(view[at:body_end + 4]))
         if kind == b'IEND':
-            return width, height
+            return width, height, np.frombuffer(b''.join(critical), np.uint8)
         at = body_end + 4
 
 
