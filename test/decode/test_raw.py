@@ -283,3 +283,22 @@ def test_supported_list_is_what_decodes():
         height = {'nv12': 24, 'nv21': 24, 'nv24': 48}.get(name, 16)
         data = np.random.default_rng(1).integers(0, 255, 128 * height, np.uint8)
         assert decode_image(name, 16, 16, 128, 0, data).rgb().shape == (16, 16, 3)
+
+
+@pytest.mark.parametrize('name', [
+    'uyvy', 'yuv422', 'yuyv', 'yuv422_yuy2', 'bgr8', 'rgba8', 'bgra8', 'mono8', 'bayer_rggb8',
+    'bayer_bggr8', 'bayer_gbrg8', 'bayer_grbg8'])
+def test_same_bytes_as_rosbags_image(name):
+    """An independent reading of the same names; OpenCV beneath it."""
+    image = pytest.importorskip('rosbags.image', reason='rosbags-image is not installed')
+    from rosbags.typesys import Stores, get_typestore
+
+    kind = get_typestore(Stores.ROS2_HUMBLE).types['sensor_msgs/msg/Image']
+    bytes_a_pixel = {'bgr8': 3, 'rgba8': 4, 'bgra8': 4, 'mono8': 1}.get(
+        name, 1 if name.startswith('bayer') else 2)
+    data = np.random.default_rng(5).integers(0, 256, 64 * 48 * bytes_a_pixel, np.uint8)
+    message = kind(header=None, height=48, width=64, encoding=name, is_bigendian=0,
+                   step=64 * bytes_a_pixel, data=data)
+    want = image.message_to_cvimage(message, 'rgb8')
+    got = decode_image(name, 64, 48, 64 * bytes_a_pixel, 0, data).rgb()
+    assert np.array_equal(got, want)
