@@ -36,22 +36,9 @@ def make_recording(folder: Path, seed: int) -> Path:
         return bag
     shutil.rmtree(bag, ignore_errors=True)
     print('rendering the scenes and writing the recording (once) ...', flush=True)
-    ready_renderer()
     subprocess.run([sys.executable, '-m', 'tools.make_bags', str(bag), '--seed', str(seed)],
                    cwd=ROOT, check=True)
     return bag
-
-
-def ready_renderer() -> None:
-    """Build the scene renderer where it is missing."""
-    import numpy as np
-
-    from qwen_vl_ros.roboscene.render import render_packed
-
-    try:
-        render_packed(np.empty((0, 40)), np.empty((0, 12, 24)))
-    except FileNotFoundError:
-        subprocess.run([str(ROOT / 'tools' / 'train_tiny' / 'build_renderer.sh')], check=True)
 
 
 def main() -> int:

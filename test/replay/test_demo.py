@@ -26,7 +26,7 @@ TINY = ROOT / 'models' / 'tiny'
 @pytest.fixture(scope='module', autouse=True)
 def renderer():
     """Build the scene renderer where nobody has."""
-    demo.ready_renderer()
+    scenes.ready_renderer()
 
 
 def run_demo(output, *more):

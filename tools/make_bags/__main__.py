@@ -37,6 +37,7 @@ def main() -> int:
     else:
         from tools.make_bags import scenes
 
+        scenes.ready_renderer()
         shots = scenes.draw_shots(seed=args.seed)
         pictures = scenes.frames(shots, START_NS)
     try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 
 from qwen_vl_ros.roboscene import questions as q
 from qwen_vl_ros.roboscene.items import mix, move
-from qwen_vl_ros.roboscene.render import render
+from qwen_vl_ros.roboscene.render import render, render_packed
 from qwen_vl_ros.roboscene.scene import Plan, Scene, sample_scene
 
 #: Families asked about a still, in the order of the demo.
@@ -52,6 +54,15 @@ class Shot:
     def moving(self) -> bool:
         """Say whether something moves."""
         return self.before is not self.after
+
+
+def ready_renderer() -> None:
+    """Build the native renderer where it is missing; needs g++."""
+    try:
+        render_packed(np.empty((0, 40)), np.empty((0, 12, 24)))
+    except FileNotFoundError:
+        script = Path(__file__).resolve().parents[1] / 'train_tiny' / 'build_renderer.sh'
+        subprocess.run([str(script)], check=True)
 
 
 def draw_shots(stills: int = 6, moves: int = 2, seed: int = 0) -> list[Shot]:
