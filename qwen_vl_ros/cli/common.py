@@ -121,6 +121,7 @@ def ask_engine(
     """
     timeline = Timeline()
     exchange = Exchange(question, time_ns, expected=expected)
+    visuals: tuple[Visual, ...] = ()
     try:
         with timeline.stage('decode_message'):
             visuals = tuple(choose())
@@ -133,10 +134,12 @@ def ask_engine(
                 on_text(event.text)
             elif isinstance(event, Done):
                 exchange.answer = event.answer
-        exchange.frames = tuple(Shown.of(v.frames[-1]) for v in visuals)
+        if exchange.answer is None:
+            raise EngineError(ErrorCode.UNKNOWN, 'the engine ended without an answer')
     except EngineError as error:
         exchange.error_code = ErrorCode(error.code).name
         exchange.error = error.message
+    exchange.frames = tuple(Shown.of(v.frames[-1]) for v in visuals)
     exchange.timeline = timeline.to_dict()
     return exchange
 
