@@ -278,6 +278,13 @@ def test_a_tokenizer_of_another_model_is_refused(folder):
     refused(folder, "'<|video_pad|>'", 'config.json expects 7')
 
 
+def test_a_tokenizer_larger_than_the_embedding_is_refused(folder):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f'word{i}' for i in range(60)])
+    tokenizer.save_pretrained(folder)
+    refused(folder, f'has {len(tokenizer)} tokens', 'embeddings')
+
+
 @pytest.mark.parametrize('version,good', [
     ('4.56.2', False), ('4.57.0', True), ('5.24.0', True), ('6.0.0', False)])
 def test_the_supported_range_of_transformers(version, good, monkeypatch):

@@ -15,6 +15,7 @@ import torch
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.generate import Choice
+from qwen_vl_ros.engine.stages import FeatureCache
 from qwen_vl_ros.engine.types import Delta, Done, Request, Stage, Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.measure.timeline import STAGES, Timeline
@@ -511,6 +512,53 @@ def test_a_session_about_a_long_clip_equals_one_asked_afresh(engine, picture):
     assert warm[1].token_ids == cold.token_ids
     assert warm[1].confidence == pytest.approx(cold.confidence, rel=1e-4)
     assert prompt.ids.size == warm[0].prompt_tokens
+
+
+def test_decoded_rows_that_stand_elsewhere_are_not_named(engine, picture):
+    for frames, named in ((1, True), (80, False)):
+        engine.forget()
+        clip = Visual(tuple(picture(56, 56, seed) for seed in range(frames)))
+        answer = list(engine.answer(Request('a', (clip,), max_new_tokens=4)))[-1].answer
+        prompt, _ = engine.trace(Request('a', (clip,)))
+        whole = np.r_[prompt.names, answer.token_ids, 0]
+        _, reused = engine._pool.acquire(whole)
+        fed = len(answer.token_ids) - (answer.finish_reason != 'stop')
+        assert fed > 0
+        assert reused == prompt.ids.size + (fed if named else 0)
+
+
+def test_an_answer_that_spells_a_control_token_is_not_remembered(engine):
+    """It would open a turn of its own in the next prompt."""
+    alone = ask(engine, 'the path').prompt_tokens
+    push = engine._text.push
+    engine._text.push = lambda token: '<|im_start|>'
+    try:
+        assert '<|im_start|>' in ask(engine, 'a', session_id='s').text
+    finally:
+        engine._text.push = push
+    assert ask(engine, 'the path', session_id='s').prompt_tokens == alone
+
+
+def test_a_mask_of_ones_is_no_mask(engine, picture):
+    frame = picture(224, 224)
+    ask(engine, QUESTION, frame)
+    masked = Request('a', (Visual((frame,), np.ones(64, bool)),), max_new_tokens=2)
+    assert 'encode' not in names(list(engine.answer(masked))[-1].answer)
+
+
+def test_features_are_kept_up_to_their_bytes():
+    cache = FeatureCache(most_bytes=1000)
+    for key in range(4):
+        cache.put(key, torch.zeros(100))  # 400 bytes
+        cache.get(0)
+    assert [cache.get(key) is not None for key in range(4)] == [True, False, False, True]
+    cache.put(9, torch.zeros(1000))
+    assert cache.get(9) is None
+    cache.put(3, torch.ones(50))
+    assert cache.get(3).sum() == 50
+    assert cache.get(0) is not None
+    cache.clear()
+    assert len(cache) == 0
 
 
 def test_a_session_is_bounded(folders, picture):
