@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import qwen_vl_ros
+from qwen_vl_ros.cli.common import shared
 
 OK, WARN, FAIL = 'OK', 'WARN', 'FAIL'
 
@@ -191,8 +192,7 @@ def interfaces() -> Check:
 def fast_dds_profile() -> Check:
     """See whether a profile for large messages is set and would do."""
     name = 'fast dds profile'
-    shipped = Path(qwen_vl_ros.__file__).resolve().parents[1] / 'config' / 'fastdds.xml'
-    where = shipped if shipped.exists() else Path('share/qwen_vl_ros/config/fastdds.xml')
+    where = shared('config/fastdds.xml') or 'share/qwen_vl_ros/config/fastdds.xml'
     step = f'export FASTRTPS_DEFAULT_PROFILES_FILE={where} for camera and node alike'
     transports = os.environ.get('FASTDDS_BUILTIN_TRANSPORTS', '')
     if 'LARGE_DATA' in transports and 'max_msg_size' in transports:

@@ -25,12 +25,22 @@ class CliError(Exception):
     """Input that a command cannot work with; the message is for the person who typed it."""
 
 
+def shared(path: str) -> Path | None:
+    """
+    Return a file or folder that comes with the package, or ``None`` where it is not installed.
+
+    :param path: below the source tree, or below ``share/qwen_vl_ros`` of an installation.
+    """
+    prefixes = [*os.environ.get('AMENT_PREFIX_PATH', '').split(os.pathsep), sys.prefix]
+    places = [Path(qwen_vl_ros.__file__).resolve().parents[1],
+              *(Path(p) / 'share' / 'qwen_vl_ros' for p in prefixes if p)]
+    return next((place / path for place in places if (place / path).exists()), None)
+
+
 def default_model() -> Path | None:
     """Return the folder of the checkpoint that comes with the package, if it is there."""
-    candidates = [Path(qwen_vl_ros.__file__).resolve().parents[1] / 'models' / 'tiny']
-    prefixes = [*os.environ.get('AMENT_PREFIX_PATH', '').split(os.pathsep), sys.prefix]
-    candidates += [Path(p) / 'share' / 'qwen_vl_ros' / 'models' / 'tiny' for p in prefixes if p]
-    return next((c for c in candidates if (c / 'config.json').exists()), None)
+    config = shared('models/tiny/config.json')
+    return config.parent if config else None
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

@@ -130,6 +130,22 @@ def test_bag_without_pictures(tmp_path):
         bag.choose()
 
 
+@pytest.mark.parametrize('storage', ['mcap', 'sqlite3'])
+@pytest.mark.parametrize('mode', ['FILE', 'MESSAGE'])
+def test_zstd_compressed_recording(tmp_path, storage, mode):
+    from rosbags.rosbag2.enums import CompressionFormat, CompressionMode
+
+    bag = CameraBag(tmp_path / 'bag', storage)
+    bag._writer.set_compression(CompressionMode[mode], CompressionFormat.ZSTD)
+    with bag:
+        for stamp_ns, rgb in frames(3):
+            bag.add_picture('/c', stamp_ns, rgb, jpeg=False)
+    with Bag(tmp_path / 'bag') as opened:
+        messages = [m for _, _, m in opened.messages(opened.choose())]
+    assert [frame_from_message(m).stamp_ns for m in messages] == [s for s, _ in frames(3)]
+    assert np.array_equal(frame_from_message(messages[2]).rgb(), list(frames(3))[2][1])
+
+
 def test_clip_at_thirty_hertz(tmp_path):
     path = tmp_path / 'clip.avi'
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*'MJPG'), 10, (64, 48))
