@@ -17,6 +17,9 @@ MAX_PIXELS = 1 << 26
 MAX_PIXELS_PER_BYTE = 4096
 CHECK_RATIO_PIXELS = 1 << 22
 
+#: What libjpeg calls corrupt though every pixel is there.
+HARMLESS = ('extraneous bytes', 'ICC marker')
+
 PNG = b'\x89PNG\r\n\x1a\n'
 
 #: Size of the ConfigHeader (int32 and two float32) before a compressedDepth payload.
@@ -63,8 +66,8 @@ def decode_jpeg(flat: np.ndarray) -> np.ndarray:
     """
     Decode a JPEG file with libjpeg-turbo.
 
-    Bytes too many before a marker, as many webcams send, are accepted; everything else that
-    libjpeg calls corrupt, a cut file first of all, is not.
+    Bytes too many before a marker, as many webcams send, and broken colour profiles are accepted;
+    everything else that libjpeg calls corrupt, a cut file first of all, is not.
 
     :param flat: uint8, the file.
     :return: uint8 [H, W, 3] RGB, or [H, W] for a grey file.
@@ -75,9 +78,9 @@ def decode_jpeg(flat: np.ndarray) -> np.ndarray:
         try:
             pixels = _jpeg(data, strict=True)
         except ValueError as error:
-            if 'extraneous bytes' not in str(error) or not _has_end_of_image(flat):
+            if not any(words in str(error) for words in HARMLESS):
                 raise
-            pixels = _jpeg(memoryview(_without_junk(flat.tobytes())), strict=False)
+            pixels = _decode_cleaned(_without_junk(flat.tobytes()))
     except FrameError:
         raise
     except (ValueError, RuntimeError, MemoryError, OverflowError) as error:
@@ -118,6 +121,16 @@ def decode_other(format: str, flat: np.ndarray) -> np.ndarray:
     return pixels
 
 
+def _decode_cleaned(data: bytes) -> np.ndarray:
+    """Decode a file whose head is clean; what may still be there is junk behind a scan."""
+    try:
+        return _jpeg(memoryview(data), strict=True)
+    except ValueError as error:
+        if 'extraneous bytes' not in str(error) or not _has_end_of_image(data):
+            raise
+        return _jpeg(memoryview(data), strict=False)
+
+
 def _jpeg(data: memoryview, *, strict: bool) -> np.ndarray:
     """Decode to [H, W, 1 or 3]; lenient decoding passes over what libjpeg can repair."""
     try:
@@ -130,7 +143,12 @@ def _jpeg(data: memoryview, *, strict: bool) -> np.ndarray:
 
 
 def _without_junk(data: bytes) -> bytes:
-    """Drop bytes that belong to no segment before the first scan (ITU-T T.81 annex B)."""
+    """
+    Drop what the pixels do not need before the first scan (ITU-T T.81 annex B).
+
+    That is bytes of no segment, comments, and application data but JFIF's and Adobe's, which say
+    how to read the colours.
+    """
     out, at = [data[:2]], 2
     while True:
         at = data.find(b'\xff', at)
@@ -141,11 +159,13 @@ def _without_junk(data: bytes) -> bytes:
         if data[at + 1] == 0xda:
             return b''.join([*out, data[at:]])
         end = at + 2 + int.from_bytes(data[at + 2:at + 4], 'big')
-        if data[at + 1]:
-            out.append(data[at:end])
-            at = end
-        else:
+        marker = data[at + 1]
+        if not marker:
             at += 2
+            continue
+        if marker in (0xe0, 0xee) or not (0xe0 <= marker <= 0xef or marker == 0xfe):
+            out.append(data[at:end])
+        at = end
 
 
 def _first_bytes(flat: np.ndarray) -> str:
@@ -163,9 +183,8 @@ def _check_pixels(kind: str, width: int, height: int, size: int) -> None:
         raise FrameError(f'{kind} announces {width}x{height} pixels in {size} bytes')
 
 
-def _has_end_of_image(flat: np.ndarray) -> bool:
+def _has_end_of_image(data: bytes) -> bool:
     """Say whether the last scan is followed by an end-of-image marker."""
-    data = flat.tobytes()
     return data.rfind(b'\xff\xd9') > data.rfind(b'\xff\xda')
 
 

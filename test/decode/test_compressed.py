@@ -146,6 +146,22 @@ def test_a17_avi_header_and_bytes_after_the_end():
     assert same(decode_compressed('', good[:2] + avi + good[2:] + bytes(4096)), colours())
 
 
+def test_broken_colour_profile_is_no_reason():
+    good = jpeg()
+    at = start_of(good, 0xda)
+    body = b'ICC_PROFILE\0\xff\xff nonsense'
+    profile = b'\xff\xe2' + struct.pack('>H', len(body) + 2) + body
+    assert same(decode_compressed('', good[:at] + profile + good[at:]), colours())
+
+
+def test_junk_in_the_head_does_not_hide_damage_in_the_scan():
+    good = jpeg()
+    at = start_of(good, 0xdb)
+    half = good[:len(good) // 2] + b'\xff\xd9'
+    with pytest.raises(FrameError, match='premature end'):
+        decode_compressed('', half[:at] + b'abc' + half[at:])
+
+
 def test_a17_no_huffman_tables():
     good = jpeg()
     cut = b'\xff\xd8' + b''.join(good[a:b] for m, a, b in segments(good) if m != 0xc4)
