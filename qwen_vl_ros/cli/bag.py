@@ -136,19 +136,21 @@ class Bag:
         Return the topics to look at, in the order asked for.
 
         :param names: topics; none chooses the first raw one, or the first compressed one.
-        :raises BagError: for a topic that is absent or carries no pictures.
+        :raises BagError: for a topic that is absent, carries no pictures or has no message.
         """
         images = {t.name: t for t in self.image_topics}
         if not images:
             raise BagError(f'{self.path} has no image topic; it has: '
                            + (', '.join(sorted(self.topics)) or 'no topic at all'))
-        if not names:
-            return (min(images.values(), key=lambda t: (not t.count, t.compressed, t.name)),)
+        names = names or [min(images, key=lambda n: (
+            not images[n].count, images[n].compressed, n))]
         for name in names:
             if name not in images:
                 kind = f" (it is of type {self.topics[name]})" if name in self.topics else ''
                 raise BagError(f"{self.path} has no image topic '{name}'{kind}; it has: "
                                + ', '.join(images))
+            if not images[name].count:
+                raise BagError(f"{self.path} has no message on '{name}'")
         return tuple(images[name] for name in names)
 
     def messages(

@@ -131,6 +131,18 @@ def test_bag_without_pictures(tmp_path):
 
 
 @pytest.mark.parametrize('storage', ['mcap', 'sqlite3'])
+def test_topics_without_messages(tmp_path, storage):
+    kind = 'sensor_msgs/msg/Image'
+    with CameraBag(tmp_path / 'bag', storage) as bag:
+        bag._writer.add_connection('/empty', kind, typestore=bag._store)
+    with Bag(tmp_path / 'bag') as opened:
+        assert opened.duration_s == 0
+        for names in ((), ('/empty',)):
+            with pytest.raises(BagError, match="no message on '/empty'"):
+                opened.choose(names)
+
+
+@pytest.mark.parametrize('storage', ['mcap', 'sqlite3'])
 @pytest.mark.parametrize('mode', ['FILE', 'MESSAGE'])
 def test_zstd_compressed_recording(tmp_path, storage, mode):
     from rosbags.rosbag2.enums import CompressionFormat, CompressionMode
