@@ -15,8 +15,12 @@ import pytest
 from conftest import START_NS
 
 from qwen_vl_ros.cli.bag import Bag
-from qwen_vl_ros.pipeline import frame_from_message
+from qwen_vl_ros.cli.replay import Counts, Plan, read_questions, replay
+from qwen_vl_ros.engine.types import Answer, Done
+from qwen_vl_ros.measure.report import build_report, write_report
+from qwen_vl_ros.pipeline import AskOptions, frame_from_message
 from tools import demo
+from tools.make_bags import __main__ as make_bags
 from tools.make_bags import scenes
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +88,36 @@ def test_demo_answers_every_question(checkpoint, tmp_path):
     again = run_demo(tmp_path, '--model', str(checkpoint), '--compressed')
     assert again.returncode == 0 and 'rendering' not in again.stdout
     assert (bag / 'metadata.yaml').stat().st_mtime_ns == before
+
+
+class Oracle:
+    """Answers from the truth, by question and by the stamp of the newest picture."""
+
+    def __init__(self, truth):
+        self.truth = truth
+
+    def answer(self, request, timeline, cancelled=lambda: False):
+        key = (request.question, request.visuals[0].frames[-1].stamp_ns)
+        yield Done(Answer(self.truth[key], 'stop', (1,), 1.0, 1, 1, 1, timeline))
+
+
+def test_true_answers_are_counted_as_right(tmp_path, capsys):
+    bag = demo.make_recording(tmp_path, seed=5)
+    asks = read_questions(bag / 'questions.json', 1)
+    start = make_bags.START_NS
+    truth = {(a.text, start + round(round(a.at_s * 30) * 1e9 / 30)): a.expected or 'free words'
+             for a in asks}
+    assert len(truth) == len(asks)
+    with Bag(bag) as opened:
+        exchanges = list(replay(
+            opened, Oracle(truth), opened.choose([demo.TOPIC]), Plan(tuple(asks), rate=30),
+            AskOptions(), Counts()))
+    report = build_report('Test', exchanges, model={}, source={})
+    known = sum(a.expected is not None for a in asks)
+    assert report['summary']['correct'] == report['summary']['with_known_answer'] == known > 30
+    write_report(tmp_path, report, exchanges)
+    demo.show_truth(tmp_path, bag)
+    assert re.search(rf'^  all +{known} of {known}$', capsys.readouterr().out, re.M)
 
 
 def test_demo_without_a_model_says_so(tmp_path):
