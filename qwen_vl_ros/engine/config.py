@@ -149,7 +149,9 @@ def load_config(folder: Path) -> ModelConfig:
 
     try:
         parsed = Qwen2VLConfig.from_dict(raw)
-        config = _convert(parsed, _end_tokens(folder, parsed))
+        # Where releases write it, and with which default, differs: either place counts.
+        tied = any(part.get('tie_word_embeddings') for part in (raw, raw.get('text_config') or {}))
+        config = _convert(parsed, tied, _end_tokens(folder, parsed))
     except CheckpointError:
         raise
     except Exception as error:
@@ -161,7 +163,7 @@ def load_config(folder: Path) -> ModelConfig:
     return config
 
 
-def _convert(parsed: Any, eos: tuple[int, ...]) -> ModelConfig:
+def _convert(parsed: Any, tied: bool, eos: tuple[int, ...]) -> ModelConfig:
     vision, text = parsed.vision_config, parsed.text_config
     # transformers 5 keeps theta and the section in rope_parameters, 4.57 in two fields.
     rope = dict(
@@ -195,7 +197,7 @@ def _convert(parsed: Any, eos: tuple[int, ...]) -> ModelConfig:
             text.num_attention_heads, text.num_key_value_heads, float(text.rms_norm_eps),
             float(theta), section, text.hidden_act,  # type: ignore[arg-type]
             text.max_position_embeddings),
-        bool(parsed.tie_word_embeddings), parsed.image_token_id, parsed.video_token_id,
+        tied, parsed.image_token_id, parsed.video_token_id,
         parsed.vision_start_token_id, parsed.vision_end_token_id, eos)
 
 

@@ -89,9 +89,9 @@ def make_checkpoint(folder: Path, shape: str = 'small', **save: object) -> Path:
     config = Qwen2VLConfig(
         text_config={
             **text, 'vocab_size': -(-len(tokenizer) // 32) * 32, 'rms_norm_eps': 1e-6,
-            'max_position_embeddings': 4096,
-            'rope_parameters': {
-                'rope_type': 'default', 'rope_theta': 1000000.0, 'mrope_section': section},
+            'max_position_embeddings': 4096, 'tie_word_embeddings': sizes['tied'],
+            'rope_theta': 1000000.0,
+            'rope_scaling': {'type': 'mrope', 'mrope_section': section},
             'eos_token_id': tokenizer.convert_tokens_to_ids('<|im_end|>'),
             'bos_token_id': tokenizer.convert_tokens_to_ids('<|endoftext|>')},
         vision_config={**sizes['vision'], 'hidden_size': text['hidden_size']},

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration, Qwen2VLImageProcessorPil
+from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
 
 from qwen_vl_ros.engine.types import Request, Visual
+
+try:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+        Qwen2VLImageProcessorPil as PilProcessor,
+    )
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+except ImportError:  # where they were before transformers 5
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import (
+        Qwen2VLImageProcessor as PilProcessor,
+    )
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+__all__ = ['Reference', 'smart_resize']
 
 
 class Reference:
@@ -23,7 +37,7 @@ class Reference:
         self.model = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
         self.model.eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.processor = Qwen2VLImageProcessorPil(
+        self.processor = PilProcessor(
             size={'shortest_edge': pixels[0], 'longest_edge': pixels[1]})
 
     def pixels(self, visual: Visual) -> tuple[torch.Tensor, list[int]]:
@@ -78,7 +92,19 @@ class Reference:
             out['video_grid_thw'] = torch.tensor([g for _, g in made['video']])
         if request.visuals:
             out['mm_token_type_ids'] = kinds
-        return out
+        return self.wants(out)
+
+    def wants(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the inputs that this release's forward pass takes."""
+        known = signature(self.model.forward).parameters
+        return {name: value for name, value in inputs.items() if name in known}
+
+    @torch.no_grad()
+    def merged(self, visual: Visual) -> torch.Tensor:
+        """Return the merged tokens [units, width] of a still or clip."""
+        values, grid = self.pixels(visual)
+        out = self.model.model.visual(values, grid_thw=torch.tensor([grid]))
+        return out if isinstance(out, torch.Tensor) else out.pooler_output
 
     @torch.no_grad()
     def logits(self, request: Request) -> torch.Tensor:
@@ -92,9 +118,8 @@ class Reference:
         if not request.visuals:
             return np.broadcast_to(
                 np.arange(inputs['input_ids'].shape[1]), (3, inputs['input_ids'].shape[1]))
-        ids, _ = self.model.model.get_rope_index(**{k: v for k, v in inputs.items() if k in (
-            'input_ids', 'mm_token_type_ids', 'image_grid_thw', 'video_grid_thw',
-            'attention_mask')})
+        index = self.model.model.get_rope_index
+        ids, _ = index(**{k: v for k, v in inputs.items() if k in signature(index).parameters})
         return ids[:, 0].numpy()
 
     @torch.no_grad()

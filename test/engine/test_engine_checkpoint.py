@@ -102,12 +102,14 @@ def test_a_config_in_the_flat_form_of_the_hub_loads(folder, picture):
     path = folder / 'config.json'
     data = json.loads(path.read_text())
     text = data.pop('text_config')
-    rope = text.pop('rope_parameters')
     text.pop('model_type')
+    rope = text.pop('rope_parameters', None)
+    if rope:  # as transformers 5 writes it
+        text['rope_theta'] = rope['rope_theta']
+        text['rope_scaling'] = {'type': 'mrope', 'mrope_section': rope['mrope_section']}
+    assert text['rope_scaling']['mrope_section'] == [2, 3, 3]
     data['vision_config'].pop('rope_parameters', None)
-    data.update({
-        **text, 'rope_theta': rope['rope_theta'], 'torch_dtype': 'float32',
-        'rope_scaling': {'type': 'mrope', 'mrope_section': rope['mrope_section']}})
+    data.update({**text, 'torch_dtype': 'float32'})
     data['vision_config'].pop('model_type')
     path.write_text(json.dumps(data))
     assert torch.equal(logits(folder, picture), expected)
@@ -166,6 +168,17 @@ def test_tied_and_untied_output(folder, untied, picture):
 
     rewrite(untied, behead)
     refused(untied, 'missing: lm_head.weight')
+
+
+@pytest.mark.parametrize('place', ['config', 'text_config'])
+def test_tied_counts_wherever_a_release_wrote_it(folder, picture, place):
+    expected = logits(folder, picture)
+    data = json.loads((folder / 'config.json').read_text())
+    data.pop('tie_word_embeddings', None)
+    data['text_config'].pop('tie_word_embeddings', None)
+    (data if place == 'config' else data['text_config'])['tie_word_embeddings'] = True
+    (folder / 'config.json').write_text(json.dumps(data))
+    assert torch.equal(logits(folder, picture), expected)
 
 
 @pytest.mark.parametrize('damage', ['cut', 'header', 'empty', 'noise', 'longer'])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from engine_reference import smart_resize as hf_resize
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize as hf_resize
 
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.patches import (

@@ -489,10 +489,11 @@ def test_a_session_equals_the_whole_conversation(engine, reference, picture):
     ids = reference.tokenizer(text, return_tensors='pt').input_ids
     assert second.prompt_tokens == ids.shape[1]
     values, grid = reference.pixels(Visual((frame,)))
-    out = reference.model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=values,
-        image_grid_thw=torch.tensor([grid]), pad_token_id=0, max_new_tokens=8, do_sample=False,
-        mm_token_type_ids=(ids == reference.model.config.image_token_id).int())
+    inputs = reference.wants({
+        'input_ids': ids, 'attention_mask': torch.ones_like(ids), 'pixel_values': values,
+        'image_grid_thw': torch.tensor([grid]),
+        'mm_token_type_ids': (ids == reference.model.config.image_token_id).int()})
+    out = reference.model.generate(**inputs, pad_token_id=0, max_new_tokens=8, do_sample=False)
     tokens = [t for t in out[0, ids.shape[1]:].tolist() if t not in engine.end_tokens]
     assert list(second.token_ids) == tokens
 
