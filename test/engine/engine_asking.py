@@ -1,0 +1,29 @@
+"""Asking an engine, and reading what came of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from qwen_vl_ros.engine.errors import EngineError
+from qwen_vl_ros.engine.types import Request, Visual
+
+QUESTION = 'What does the camera see?'
+
+
+def ask(engine, question=QUESTION, *frames, **more):
+    """Return the answer of a request about stills."""
+    visuals = tuple(Visual((f,)) for f in frames)
+    return list(engine.answer(Request(question, visuals, max_new_tokens=8, **more)))[-1].answer
+
+
+def names(answer):
+    """Return how often each stage was timed."""
+    spans = [s.name for s in answer.timeline.spans]
+    return {name: spans.count(name) for name in spans}
+
+
+def refusal(engine, request, **more):
+    """Return the error that a request ends with."""
+    with pytest.raises(EngineError) as caught:
+        list(engine.answer(request, **more))
+    return caught.value
