@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -105,7 +106,9 @@ def main(args: Sequence[str] | None = None, load: Any = load_engine) -> int:
             pass
     except Ended:
         pass
-    _end(node, executor, spinning, rclpy.shutdown)
+    parts = [node, executor]
+    del node, executor, handler
+    _end(parts, spinning, rclpy.shutdown)
     sys.stdout.flush()
     sys.stderr.flush()
     # Interpreter shutdown would wait for (or crash in) a thread that is still inside the engine.
@@ -130,15 +133,26 @@ def _spin(executor: Any, logger: Any, ending: threading.Event) -> None:
                              throttle_duration_sec=1.0)
 
 
-def _end(node: Any, executor: Any, spinning: threading.Thread, shutdown: Any) -> None:
-    """Close everything in order; a thread that does not come home does not hold the process."""
+def _end(parts: list[Any], spinning: threading.Thread, shutdown: Any) -> None:
+    """
+    Close everything in order; a thread that does not come home does not hold the process.
+
+    :param parts: node and executor; emptied here, so that nothing keeps them alive: others only
+        learn that the node has gone when its last reference is.
+    """
     finished = threading.Event()
 
     def close() -> None:
+        node, executor = parts
+        parts.clear()
+        executor.wake()
         spinning.join(END_S)
         node.close()
+        executor.remove_node(node)
         executor.shutdown(timeout_sec=0.5)
         node.destroy_node()
+        del node, executor
+        gc.collect()
         shutdown()
         finished.set()
 

@@ -79,9 +79,14 @@ class Program:
         return self.wait(), time.monotonic() - started
 
     def kill(self) -> None:
+        """End it in good order: others would go on talking to a killed one."""
         if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
 
 
 class Client:
@@ -93,6 +98,7 @@ class Client:
         self._executor = SingleThreadedExecutor()
         self._executor.add_node(self.node)
         self._ending = False
+        self._clients: dict[str, object] = {}
         self._thread = threading.Thread(target=self._spin, daemon=True)
         self._thread.start()
         self._diagnostics: dict[str, object] = {}
@@ -107,6 +113,7 @@ class Client:
     def close(self) -> None:
         self._ending = True
         self._thread.join()
+        self._actions.destroy()
         self.node.destroy_node()
 
     def _on_diagnostics(self, message: DiagnosticArray) -> None:
@@ -147,9 +154,13 @@ class Client:
 
     def future(self, kind: type, name: str, request):
         """Call a service; return the future."""
-        client = self.node.create_client(kind, name)
-        assert client.wait_for_service(PATIENCE_S), f'no service {name}'
-        return client.call_async(request)
+        if name not in self._clients:
+            self._clients[name] = self.node.create_client(kind, name)
+            assert self._clients[name].wait_for_service(PATIENCE_S), f'no service {name}'
+            # A response is lost where the server has not seen this client yet.
+            time.sleep(0.1)
+        assert self._clients[name].wait_for_service(PATIENCE_S), f'no service {name}'
+        return self._clients[name].call_async(request)
 
     def call(self, kind: type, name: str, request, timeout_s: float = PATIENCE_S):
         """Call a service and return its response."""
