@@ -24,6 +24,9 @@ IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 #: Longest side over shortest side that the resize accepts, as in transformers.
 MAX_ASPECT = 200
 
+#: Pillow before 9.1 (Ubuntu 22.04 has 9.0) knows the filter by this name only.
+BICUBIC = Image.Resampling.BICUBIC if hasattr(Image, 'Resampling') else Image.BICUBIC
+
 Grid = tuple[int, int, int]
 
 
@@ -66,7 +69,7 @@ def resize_rgb(rgb: np.ndarray, height: int, width: int) -> np.ndarray:
     if rgb.shape[:2] == (height, width):
         return rgb
     picture = Image.fromarray(np.ascontiguousarray(rgb))
-    return np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC))
+    return np.asarray(picture.resize((width, height), BICUBIC))
 
 
 def grid_of(
