@@ -302,9 +302,9 @@ class Requests:
         except Exception as error:
             return Outcome(ErrorCode.UNKNOWN, self._log('a question failed', error))
 
-    def _guarded(self, call: Callable[[], None]) -> None:
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            call()
+            work()
         except Exception as error:
             self._log('checking the newest frames failed', error)
 

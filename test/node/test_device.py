@@ -1,0 +1,41 @@
+"""What a board says about itself, and what it does not say."""
+
+from qwen_vl_ros.node.device import UNAVAILABLE, device_values, hardware_id, memory_facts
+
+
+def test_a_machine_that_says_nothing_is_unavailable_everywhere(tmp_path):
+    assert set(device_values(tmp_path).values()) == {UNAVAILABLE}
+    assert memory_facts(tmp_path) == (
+        'MemAvailable unavailable, largest free block unavailable, L4T release unavailable')
+    assert hardware_id(tmp_path)
+
+
+def test_a_jetson_is_read(tmp_path):
+    files = {
+        'proc/device-tree/model': 'NVIDIA Jetson AGX Orin Developer Kit\0',
+        'proc/meminfo': 'MemTotal: 64000000 kB\nMemAvailable:   31457280 kB\n',
+        'proc/buddyinfo': ('Node 0, zone      DMA      1      0      2      0\n'
+                           'Node 0, zone   Normal    100     50      0      0\n'),
+        'etc/nv_tegra_release': '# R36 (release), REVISION: 4.7, GCID: 1, BOARD: generic\n',
+        'sys/devices/platform/gpu.0/load': '873\n',
+        'sys/class/thermal/thermal_zone0/temp': '51250\n',
+        'sys/class/thermal/thermal_zone1/temp': '-256000\n',
+        'sys/class/thermal/thermal_zone2/temp': '48000\n',
+        'var/lib/nvpmodel/status': 'pmode:0003 fmode:cool\n'}
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    values = device_values(tmp_path)
+    assert values['gpu_load'] == '0.873' and values['temperature_c'] == '51.2'
+    assert values['power_mode'] == '3'
+    assert hardware_id(tmp_path) == 'NVIDIA Jetson AGX Orin Developer Kit'
+    assert memory_facts(tmp_path) == (
+        'MemAvailable 30720 MiB, largest free block 16 KiB, L4T 36.4.7')
+
+
+def test_unreadable_values_are_unavailable_not_zero(tmp_path):
+    load = tmp_path / 'sys/devices/gpu.0/load'
+    load.parent.mkdir(parents=True)
+    load.write_text('n/a')
+    assert device_values(tmp_path)['gpu_load'] == UNAVAILABLE
