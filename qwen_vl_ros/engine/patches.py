@@ -25,7 +25,7 @@ IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_ASPECT = 200
 
 #: Pillow before 9.1 (Ubuntu 22.04 has 9.0) knows the filter by this name only.
-BICUBIC = Image.Resampling.BICUBIC if hasattr(Image, 'Resampling') else Image.BICUBIC
+BICUBIC = getattr(Image, 'Resampling', Image).BICUBIC
 
 Grid = tuple[int, int, int]
 
