@@ -78,8 +78,8 @@ class Settings:
         low=784, high=12845056)
     cameras: tuple[str, ...] = parameter(
         'cameras', ('camera',), ACTIVATE,
-        'One entry a camera: NAME reads NAME/image_raw, NAME=TOPIC another topic. A question that '
-        'names no camera is about the first.')
+        'One entry a camera: NAME reads NAME/image_raw, /NAME reads /NAME/image_raw, NAME=TOPIC '
+        'any topic. A question that names no camera is about the first.')
     image_transport: str = parameter(
         'image_transport', 'raw', ACTIVATE,
         'raw, or compressed to read TOPIC/compressed. A topic that already ends in /compressed '
@@ -211,11 +211,13 @@ class Settings:
         for entry in self.cameras:
             name, given, topic = entry.partition('=')
             name, topic = name.strip(), topic.strip()
-            if not name or (given and not topic):
+            if not name.lstrip('/') or (given and not topic):
                 raise ValueError(f"cameras: '{entry}' is neither NAME nor NAME=TOPIC")
+            topic = topic or f'{name}/image_raw'
+            name = name.lstrip('/')
             if name in topics:
                 raise ValueError(f"cameras: '{name}' comes twice")
-            topics[name] = topic or f'{name}/image_raw'
+            topics[name] = topic
         return topics
 
     def template(self) -> str:
