@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import qwen_vl_ros
-from qwen_vl_ros.cli.common import shared
+from qwen_vl_ros.share import share
 
 OK, WARN, FAIL = 'OK', 'WARN', 'FAIL'
 
@@ -192,8 +192,8 @@ def interfaces() -> Check:
 def fast_dds_profile() -> Check:
     """See whether a profile for large messages is set and would do."""
     name = 'fast dds profile'
-    where = shared('config/fastdds.xml') or 'share/qwen_vl_ros/config/fastdds.xml'
-    step = f'export FASTRTPS_DEFAULT_PROFILES_FILE={where} for camera and node alike'
+    where = share('config', 'fastdds.xml')
+    step = f'export FASTRTPS_DEFAULT_PROFILES_FILE={where} for the camera driver (the node has it)'
     transports = os.environ.get('FASTDDS_BUILTIN_TRANSPORTS', '')
     if 'LARGE_DATA' in transports and 'max_msg_size' in transports:
         return Check(name, OK, f'FASTDDS_BUILTIN_TRANSPORTS={transports}')
@@ -211,7 +211,8 @@ def fast_dds_profile() -> Check:
             return Check(name, WARN, found, step)
         return Check(name, OK, path)
     return Check(name, WARN,
-                 'not set; a best-effort camera loses two of three raw pictures', step)
+                 'not set; a best-effort camera driver loses two of three raw pictures',
+                 step)
 
 
 def socket_buffers() -> Check:

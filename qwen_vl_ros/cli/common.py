@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import qwen_vl_ros
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.types import Delta, Done, Visual
 from qwen_vl_ros.measure.report import Exchange, Shown
 from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.pipeline import AskOptions, age_ns, build_request
+from qwen_vl_ros.share import share
 
 if TYPE_CHECKING:
     from qwen_vl_ros.engine.engine import Engine
@@ -25,22 +24,12 @@ class CliError(Exception):
     """Input that a command cannot work with; the message is for the person who typed it."""
 
 
-def shared(path: str) -> Path | None:
-    """
-    Return a file or folder that comes with the package, or ``None`` where it is not installed.
-
-    :param path: below the source tree, or below ``share/qwen_vl_ros`` of an installation.
-    """
-    prefixes = [*os.environ.get('AMENT_PREFIX_PATH', '').split(os.pathsep), sys.prefix]
-    places = [Path(qwen_vl_ros.__file__).resolve().parents[1],
-              *(Path(p) / 'share' / 'qwen_vl_ros' for p in prefixes if p)]
-    return next((place / path for place in places if (place / path).exists()), None)
-
-
 def default_model() -> Path | None:
     """Return the folder of the checkpoint that comes with the package, if it is there."""
-    config = shared('models/tiny/config.json')
-    return config.parent if config else None
+    try:
+        return share('models', 'tiny', 'config.json').parent
+    except FileNotFoundError:
+        return None
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
