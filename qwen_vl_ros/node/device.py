@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import re
 import sys
@@ -13,6 +14,9 @@ UNAVAILABLE = 'unavailable'
 GPU_LOADS = ('sys/devices/gpu.0/load', 'sys/devices/platform/gpu.0/load',
              'sys/devices/platform/bus@0/17000000.gpu/load',
              'sys/devices/platform/17000000.gpu/load')
+
+#: Memory bandwidth of modules by their name, 1e9 bytes/s (NVIDIA's data sheets).
+PEAK_GB_S = {'AGX Orin': 204.8, 'Orin NX': 102.4, 'Orin Nano': 68.0}
 
 
 def _read(path: Path) -> str:
@@ -30,6 +34,11 @@ def hardware_id(root: Path = Path('/')) -> str:
     """Return the module's name, such as 'NVIDIA Jetson AGX Orin Developer Kit'."""
     model = _read(root / 'proc/device-tree/model')
     return model or f'{platform.machine()} {platform.node()}'
+
+
+def peak_bandwidth_gb_s(module: str) -> float:
+    """Return the memory bandwidth of a module by its :func:`hardware_id`; NaN where unknown."""
+    return next((peak for name, peak in PEAK_GB_S.items() if name in module), math.nan)
 
 
 def memory_facts(root: Path = Path('/')) -> str:

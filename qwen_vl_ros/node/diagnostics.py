@@ -115,13 +115,14 @@ def model_status(state: str, info: Any, load_time_s: float,
     return OK, state, values
 
 
-def inference_status(statistics: Statistics, settings: Settings,
-                     depth: int) -> tuple[bytes, str, dict[str, Any]]:
+def inference_status(statistics: Statistics, settings: Settings, depth: int,
+                     peak_gb_s: float) -> tuple[bytes, str, dict[str, Any]]:
     """Return level, sentence and values of the status ``inference``; idle is OK."""
     latency, first = statistics.series('latency'), statistics.series('first')
     rates, kept = statistics.series('rate'), statistics.series('kept')
     bandwidth = statistics.series('bandwidth')
     median = quantile(latency, 0.5)
+    utilization = quantile(bandwidth, 0.5) / peak_gb_s
     values = {
         'answers_total': statistics.answers, 'errors_total': statistics.errors,
         'rejected_total': statistics.rejected, 'queue_depth': depth,
@@ -130,7 +131,7 @@ def inference_status(statistics: Statistics, settings: Settings,
         'time_to_first_token_ms_p95': quantile(first, 0.95),
         'decode_tokens_per_s': quantile(rates, 0.5),
         'decode_bandwidth_gb_s': quantile(bandwidth, 0.5),
-        'bandwidth_utilization': math.nan,
+        'bandwidth_utilization': utilization,
         'vision_tokens_kept_ratio': quantile(kept, 0.5),
         'publish_errors_total': statistics.publish_errors, 'last_error': statistics.last_error}
     if statistics.last_failed:
@@ -138,6 +139,9 @@ def inference_status(statistics: Statistics, settings: Settings,
     if 0 < settings.diagnostics_max_latency_ms < median:
         return WARN, (f'median latency {median:.0f} ms is above '
                       f'{settings.diagnostics_max_latency_ms:.0f} ms'), values
+    if utilization < settings.diagnostics_min_bandwidth_utilization:
+        return WARN, (f'decoding uses {utilization:.0%} of the memory bandwidth, '
+                      f'{settings.diagnostics_min_bandwidth_utilization:.0%} are expected'), values
     return OK, 'answering' if statistics.answers else 'idle', values
 
 

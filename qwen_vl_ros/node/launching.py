@@ -81,12 +81,13 @@ def _actions(context: LaunchContext) -> list[Any]:
         own['cameras'] = cameras
     if values['overlay']:
         own['overlay.enable'] = values['overlay'] == 'true'
+    logger = '.'.join([*values['namespace'].strip('/').split('/'), 'qwen_vl']).lstrip('.')
     files = [ParameterFile(values['params_file'], allow_substs=True)] if (
         values['params_file']) else []
     actions: list[Any] = [Node(
         package='qwen_vl_ros', executable='qwen_vl_node', name='qwen_vl',
         namespace=values['namespace'], output='screen', parameters=[*files, own],
-        arguments=['--ros-args', '--log-level', f'qwen_vl:={values["log_level"]}'],
+        arguments=['--ros-args', '--log-level', f'{logger}:={values["log_level"]}'],
         on_exit=Shutdown())]
     if values['use_usb_cam'] == 'true':
         camera = (cameras or ['camera'])[0].split('=')[0].lstrip('/')

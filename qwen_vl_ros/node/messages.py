@@ -89,8 +89,12 @@ def header_of(job: Job) -> Header:
     return header
 
 
-def answer_message(job: Job, outcome: Outcome) -> Answer:
-    """Return the message for a question that ended, well or not."""
+def answer_message(job: Job, outcome: Outcome, peak_gb_s: float = math.nan) -> Answer:
+    """
+    Return the message for a question that ended, well or not.
+
+    :param peak_gb_s: the device's memory bandwidth, 1e9 bytes/s; NaN when unknown.
+    """
     question, answer = job.question, outcome.answer
     message = Answer(
         header=header_of(job), question_id=question.question_id, question=question.text,
@@ -105,7 +109,7 @@ def answer_message(job: Job, outcome: Outcome) -> Answer:
     if question.options.get('json_schema') and _is_json(answer.text):
         message.json = answer.text
     message.confidence = float(answer.confidence)
-    message.metrics = metrics_message(answer)
+    message.metrics = metrics_message(answer, peak_gb_s)
     return message
 
 
@@ -117,7 +121,7 @@ def _is_json(text: str) -> bool:
     return True
 
 
-def metrics_message(answer: types.Answer) -> InferenceMetrics:
+def metrics_message(answer: types.Answer, peak_gb_s: float = math.nan) -> InferenceMetrics:
     """Return the costs of an answer as its timeline has them."""
     line = answer.timeline
     rate, bandwidth = decode_rates(line)
@@ -133,7 +137,7 @@ def metrics_message(answer: types.Answer) -> InferenceMetrics:
         vision_tokens_in=answer.vision_tokens_in, vision_tokens_kept=answer.vision_tokens_kept,
         prompt_tokens=answer.prompt_tokens, output_tokens=len(answer.token_ids),
         decode_tokens_per_s=rate, decode_bandwidth_gb_s=bandwidth,
-        bandwidth_utilization=math.nan)
+        bandwidth_utilization=bandwidth / peak_gb_s)
 
 
 def decode_rates(line: Timeline) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.types import Delta, Stage
 from qwen_vl_ros.node import diagnostics, messages
 from qwen_vl_ros.node.cameras import CameraInput
-from qwen_vl_ros.node.device import hardware_id, memory_facts
+from qwen_vl_ros.node.device import hardware_id, memory_facts, peak_bandwidth_gb_s
 from qwen_vl_ros.node.parameters import (
     MAX_DEADLINE_S,
     Settings,
@@ -75,9 +75,10 @@ class QwenVlNode(LifecycleNode):
         self._run_id = f'{time.time_ns() // 10**6 & 0xFFFFFF:06x}'
         self._statistics = diagnostics.Statistics()
         self._hardware_id = hardware_id()
+        self._peak_gb_s = peak_bandwidth_gb_s(self._hardware_id)
         self._switching = threading.RLock()
         self._steady = Clock(clock_type=ClockType.STEADY_TIME)
-        self.publications = Publications(self)
+        self.publications = Publications(self, self._peak_gb_s)
         self._diagnostics = self.create_publisher(DiagnosticArray, '/diagnostics', 10)
         group = ReentrantCallbackGroup()
         self.create_service(Ask, '~/ask', self._on_ask, callback_group=group)
@@ -293,7 +294,7 @@ class QwenVlNode(LifecycleNode):
         job, outcome = await self._answer(
             lambda name: messages.question_from_ask(request, self.settings, name))
         if job is not None:
-            response.answer = messages.answer_message(job, outcome)
+            response.answer = messages.answer_message(job, outcome, self._peak_gb_s)
         response.error_code, response.error_msg = int(outcome.code), outcome.message
         return response
 
@@ -315,7 +316,7 @@ class QwenVlNode(LifecycleNode):
         self._goals.pop(goal_id, None)
         result = AnswerQuestion.Result()
         if job is not None:
-            result.answer = messages.answer_message(job, outcome)
+            result.answer = messages.answer_message(job, outcome, self._peak_gb_s)
         result.error_code, result.error_msg = int(outcome.code), outcome.message
         if outcome.code == ErrorCode.NONE:
             handle.succeed()
@@ -400,7 +401,8 @@ class QwenVlNode(LifecycleNode):
         found = {'model': diagnostics.model_status(
             self.state, info, self._load_time_s, self._load_failure)}
         depth = perception.requests.depth if perception is not None else 0
-        found['inference'] = diagnostics.inference_status(self._statistics, settings, depth)
+        found['inference'] = diagnostics.inference_status(
+            self._statistics, settings, depth, self._peak_gb_s)
         for camera in tuple(self._cameras):
             if perception is None or camera.name not in perception.store.cameras:
                 continue

@@ -22,9 +22,11 @@ class Publications:
     The node's output topics.
 
     :param node: owns the publishers.
+    :param peak_gb_s: the device's memory bandwidth, 1e9 bytes/s; NaN when unknown.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, peak_gb_s: float) -> None:
+        self._peak_gb_s = peak_gb_s
         latched = QoSProfile(depth=1, durability=DurabilityPolicy.TRANSIENT_LOCAL)
         self._answer = node.create_publisher(Answer, '~/answer', 10)
         self._text = node.create_publisher(String, '~/answer_text', 10)
@@ -65,7 +67,7 @@ class Publications:
     def _outcome(self, job: Job, outcome: Outcome) -> None:
         """A failed question is announced where it came from; only a topic has no other way."""
         if outcome.code == ErrorCode.NONE or job.question.source == 'topic':
-            message = answer_message(job, outcome)
+            message = answer_message(job, outcome, self._peak_gb_s)
             self._answer.publish(message)
             if outcome.code == ErrorCode.NONE:
                 self._text.publish(String(data=message.text))
