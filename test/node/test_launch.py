@@ -3,6 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -39,28 +40,26 @@ def test_every_argument_is_described(name):
 def test_arguments_become_parameters(monkeypatch):
     from launch import LaunchContext
     from launch.actions import DeclareLaunchArgument, OpaqueFunction
-    from launch_ros.actions import Node
+
+    from qwen_vl_ros.node import launching
+    monkeypatch.setattr(launching, 'Node', SimpleNamespace)
     context = LaunchContext()
     context.launch_configurations.update({
         'cameras': '/front, side=/cam/image', 'model_path': '/models/x', 'bag': '/data/drive',
-        'namespace': 'robot', 'overlay': 'false', 'log_level': 'debug'})
+        'namespace': 'robot', 'overlay': 'false', 'log_level': 'debug', 'use_usb_cam': 'true'})
     entities = description('orin.launch.py').entities
     for entity in entities:
         if isinstance(entity, DeclareLaunchArgument):
             entity.execute(context)
     function, = [entity for entity in entities if isinstance(entity, OpaqueFunction)]
-    actions = function.execute(context)
-    assert isinstance(actions[0], Node) and len(actions) == 2
-    actions[0]._perform_substitutions(context)
-    command = ' '.join(
-        ''.join(part.perform(context) for part in parts) for parts in actions[0].cmd)
-    assert 'robot.qwen_vl:=debug' in command
-    files = [Path(word) for word in command.split() if 'launch_params' in word]
-    written = yaml.safe_load(files[-1].read_text())
-    values = next(iter(written.values()))['ros__parameters']
-    assert values['cameras'] == ['/front', 'side=/cam/image']
-    assert values['model']['path'] == '/models/x' and values['use_sim_time'] is True
-    assert values['overlay']['enable'] is False
+    node, camera, player = function.execute(context)
+    assert node.executable == 'qwen_vl_node' and node.namespace == 'robot'
+    assert node.arguments[-1] == 'robot.qwen_vl:=debug'
+    assert node.parameters[-1] == {
+        'cameras': ['/front', 'side=/cam/image'], 'model.path': '/models/x',
+        'use_sim_time': True, 'autostart': True, 'overlay.enable': False}
+    assert camera.namespace == 'robot/front'
+    assert '/data/drive' in [part.perform(context) for part, in player.cmd]
 
 
 @pytest.mark.parametrize('name', ['orin.yaml', 'desktop.yaml'])
