@@ -172,6 +172,18 @@ class Engine:
         """Forget all conversations."""
         self._sessions.clear()
 
+    def set_pixels(self, min_pixels: int, max_pixels: int) -> None:
+        """
+        Change the limits of resized pictures, from the next request on.
+
+        :raises EngineError: BAD_REQUEST, and nothing has changed.
+        """
+        options = replace(self.options, min_pixels=min_pixels, max_pixels=max_pixels)
+        config = self.model.config
+        check_options(options, config.vision.factor, config.language.max_positions)
+        self.options = options
+        self.info = replace(self.info, min_pixels=min_pixels, max_pixels=max_pixels)
+
     def close(self) -> None:
         """Give back weights and caches; later requests are refused."""
         if not self._closed:

@@ -69,11 +69,11 @@ class Settings:
         'model.allow_download', False, CONFIGURE,
         'Let model.path name a repository that is fetched. Robots are offline: off.')
     vision_min_pixels: int = parameter(
-        'vision.min_pixels', 3136, CONFIGURE,
+        'vision.min_pixels', 3136, LIVE,
         'Smaller pictures are scaled up to this many pixels; pixels / 784 = tokens.',
         low=784, high=12845056)
     vision_max_pixels: int = parameter(
-        'vision.max_pixels', 401408, CONFIGURE,
+        'vision.max_pixels', 401408, LIVE,
         'Larger pictures are scaled down to this many pixels; pixels / 784 = tokens.',
         low=784, high=12845056)
     cameras: tuple[str, ...] = parameter(

@@ -40,6 +40,9 @@ class EngineLike(Protocol):
                cancelled: Callable[[], bool] = ...) -> Iterator[Stage | Delta | Done]:
         """Answer one question; raises :class:`EngineError`."""
 
+    def set_pixels(self, min_pixels: int, max_pixels: int) -> None:
+        """Change the limits of resized pictures, which :attr:`info` shows."""
+
     def reset_sessions(self) -> None:
         """Forget all multi-turn histories."""
 
@@ -97,6 +100,9 @@ class Perception:
             self._forget = False
             self.engine.reset_sessions()
         settings = self.settings
+        limits = (settings.vision_min_pixels, settings.vision_max_pixels)
+        if limits != (self.engine.info.min_pixels, self.engine.info.max_pixels):
+            self.engine.set_pixels(*limits)
         with job.timeline.stage('decode_message'):
             visuals = self._look(job, settings)
         request = self._request(job, visuals, settings)

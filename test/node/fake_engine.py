@@ -15,6 +15,7 @@ Without any it tells the size and the first byte of each picture.
 from __future__ import annotations
 
 import time
+from collections import deque
 from types import SimpleNamespace
 
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
@@ -28,7 +29,7 @@ class FakeEngine:
     def __init__(self, settings=None):
         self.resets = 0
         self.closed = False
-        self.requests = []
+        self.requests = deque(maxlen=4)
         self.info = SimpleNamespace(
             name='fake', revision='0', device='cpu', dtype='float32', quantization='none',
             weight_bytes=1000, min_pixels=3136, max_pixels=401408, max_context=4096,
@@ -43,6 +44,9 @@ class FakeEngine:
 
     def reset_sessions(self):
         self.resets += 1
+
+    def set_pixels(self, min_pixels, max_pixels):
+        self.info.min_pixels, self.info.max_pixels = min_pixels, max_pixels
 
     def close(self):
         self.closed = True

@@ -85,6 +85,16 @@ def test_settings_shape_the_request(tmp_path):
     assert perception.engine.requests[2].system_prompt == 'Other.'
 
 
+def test_live_pixel_limits_reach_the_engine():
+    perception = core(vision_max_pixels=7840)
+    perception.receive('camera', image(1))
+    ask(perception, 'what?')
+    assert perception.engine.info.max_pixels == 7840
+    perception.settings = Settings(vision_max_pixels=78400)
+    ask(perception, 'what?')
+    assert perception.engine.info.max_pixels == 78400
+
+
 def test_sessions_are_forgotten_before_the_next_question():
     perception = core()
     perception.receive('camera', image(1))
@@ -133,7 +143,8 @@ def test_exactly_one_outcome_whatever_happens():
             try:
                 requests.submit(job)
             except EngineError as error:
-                assert error.code in (ErrorCode.QUEUE_FULL, ErrorCode.INACTIVE)
+                assert error.code == ErrorCode.QUEUE_FULL
+                time.sleep(0.001)
                 continue
             jobs.append(events)
             if generator.random() < 0.3:
@@ -146,7 +157,7 @@ def test_exactly_one_outcome_whatever_happens():
     for thread in threads:
         thread.join()
     requests.stop(Outcome(ErrorCode.INACTIVE))
-    assert len(jobs) > 50
+    assert len(jobs) > 10
     for events in jobs:
         assert events.outcome is not None
         assert sum(isinstance(event, Outcome) for event in events) == 1

@@ -11,6 +11,7 @@ from qwen_vl_msgs.msg import Answer
 from qwen_vl_msgs.srv import Ask
 from rcl_interfaces.srv import ListParameters
 from rosgraph_msgs.msg import Clock
+from sensor_msgs.msg import CompressedImage, Image
 from std_srvs.srv import SetBool, Trigger
 
 from qwen_vl_ros.node.parameters import Settings
@@ -91,6 +92,27 @@ def test_standing_question_waits_for_others_and_can_be_paused(node, client):
     count = len(answers)
     time.sleep(0.5)
     assert len(answers) == count
+
+
+def test_the_overlay_is_drawn_for_listeners_only(node, client):
+    assert client.ask('words=2').error_code == CODES.NONE
+    pictures = client.collect(Image, '/qwen_vl/overlay', 1)
+    jpegs = client.collect(CompressedImage, '/qwen_vl/overlay/compressed', 1)
+    answer = wait_for(lambda: (found := client.ask('words=2').answer) and pictures and found)
+    picture = pictures[-1]
+    assert (picture.width, picture.height, picture.encoding) == (64, 48, 'bgr8')
+    assert picture.header.frame_id == answer.header.frame_id == 'test_lens'
+    assert picture.header.stamp.sec > 0 and max(picture.data) == 255
+    wait_for(lambda: jpegs)
+    assert bytes(jpegs[0].data[:3]) == b'\xff\xd8\xff'
+    assert client.set(overlay__enable=False)[0].successful
+    client.ask('words=1')
+    time.sleep(0.2)
+    count = len(pictures)
+    client.ask('words=1')
+    time.sleep(0.2)
+    assert len(pictures) == count
+    assert client.set(overlay__enable=True)[0].successful
 
 
 def test_sessions_can_be_reset(node, client):
