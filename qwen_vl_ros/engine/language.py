@@ -122,7 +122,7 @@ class LanguageModel:
         cfg = self.config
         n = x.shape[0]
         y = layer.qkv(rms_norm(x, layer.norm1, cfg.eps))
-        y = y.view(n, cfg.heads + 2 * cfg.kv_heads, cfg.head_dim).transpose(0, 1)
+        y = y.reshape(n, cfg.heads + 2 * cfg.kv_heads, cfg.head_dim).transpose(0, 1)
         turned = rotate(y[:cfg.heads + cfg.kv_heads], cos, sin)
         q, k = turned[:cfg.heads], turned[cfg.heads:]
         keys, values = cache.write(index, start, k, y[cfg.heads + cfg.kv_heads:])
@@ -163,8 +163,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
     group = heads // kv_heads
     if n == 1:
         # One position: the heads of a group become the rows of one small product.
-        out = F.scaled_dot_product_attention(q.view(1, kv_heads, group, dim), k[None], v[None])
-        return out.view(heads, 1, dim)
+        out = F.scaled_dot_product_attention(q.reshape(1, kv_heads, group, dim), k[None], v[None])
+        return out.reshape(heads, 1, dim)
     k, v = (z[:, None].expand(-1, group, -1, -1).reshape(1, heads, m, dim) for z in (k, v))
     return F.scaled_dot_product_attention(
         q[None], k, v, attn_mask=mask, is_causal=mask is None)[0]

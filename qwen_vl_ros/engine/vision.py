@@ -89,8 +89,8 @@ class VisionEncoder:
             segments = [h * w] * t
         else:
             units = units.to(self.device).sort().values
-            patches = patches.view(t * area, 4, -1)[units].flatten(0, 1)
-            spots = spots.view(area, 4, 2)[units % area].flatten(0, 1)
+            patches = patches.reshape(t * area, 4, -1)[units].flatten(0, 1)
+            spots = spots.reshape(area, 4, 2)[units % area].flatten(0, 1)
             counts = torch.bincount(units // area, minlength=t).tolist()
             segments = [4 * n for n in counts if n]
         if patches.shape[0] == 0:
@@ -121,7 +121,7 @@ class VisionEncoder:
         cfg = self.config
         n = x.shape[0]
         y = F.layer_norm(x, (cfg.width,), *block.norm1, EPS)
-        q, k, v = block.qkv(y).view(n, 3, cfg.heads, cfg.head_dim).permute(1, 2, 0, 3).unbind(0)
+        q, k, v = block.qkv(y).reshape(n, 3, cfg.heads, cfg.head_dim).permute(1, 2, 0, 3).unbind(0)
         q = rotate(q.float(), cos, sin).to(x.dtype)
         k = rotate(k.float(), cos, sin).to(x.dtype)
         y = segment_attention(q, k, v, segments)
@@ -132,7 +132,7 @@ class VisionEncoder:
     def merge(self, x: Tensor) -> Tensor:
         """Merge the four patches of each unit; x [4u, width] -> [u, out_width]."""
         y = F.layer_norm(x, (self.config.width,), *self.merge_norm, EPS)
-        y = self.merge_fc1(y.view(-1, self.config.width * self.config.merge ** 2))
+        y = self.merge_fc1(y.reshape(-1, self.config.width * self.config.merge ** 2))
         return self.merge_fc2(F.gelu(y))
 
 
@@ -158,8 +158,8 @@ def fold_pair(kernel: Tensor) -> tuple[Tensor, Tensor]:
 
 def _fold(kernel: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     shape = (1, 3, 1, 1, 1)
-    mean = torch.tensor(IMAGE_MEAN, dtype=torch.double, device=kernel.device).view(shape)
-    std = torch.tensor(IMAGE_STD, dtype=torch.double, device=kernel.device).view(shape)
+    mean = torch.tensor(IMAGE_MEAN, dtype=torch.double, device=kernel.device).reshape(shape)
+    std = torch.tensor(IMAGE_STD, dtype=torch.double, device=kernel.device).reshape(shape)
     weight = (kernel / (255.0 * std)).to(dtype)
     bias = (weight.double() * (128.0 - 255.0 * mean)).sum((1, 2, 3, 4))
     return weight.reshape(kernel.shape[0], -1).contiguous(), bias.to(dtype)
@@ -176,8 +176,8 @@ def patch_positions(h: int, w: int) -> Tensor:
 
     :return: int64 [h*w, 2].
     """
-    rows = torch.arange(h).view(h // 2, 1, 2, 1).expand(h // 2, w // 2, 2, 2)
-    cols = torch.arange(w).view(1, w // 2, 1, 2).expand(h // 2, w // 2, 2, 2)
+    rows = torch.arange(h).reshape(h // 2, 1, 2, 1).expand(h // 2, w // 2, 2, 2)
+    cols = torch.arange(w).reshape(1, w // 2, 1, 2).expand(h // 2, w // 2, 2, 2)
     return torch.stack((rows.reshape(-1), cols.reshape(-1)), dim=1)
 
 

@@ -90,15 +90,21 @@ def block(question: q.Question, length: int = BLOCK) -> tuple[list[int], list[in
             labels + [-1] * (length - len(labels)))
 
 
-def training_scene(rng: Random) -> tuple[Scene, list[q.Question]]:
-    """Draw a scene of a random theme and seven questions about it."""
+def training_scene(rng: Random, focus: str = '') -> tuple[Scene, list[q.Question]]:
+    """
+    Draw a scene of a random theme and seven questions about it.
+
+    :param focus: 'count' makes half of the scenes and half of the questions about counting.
+    """
     while True:
         roll, kind, theme = rng.random(), ('', ''), ''
         plan = Plan()
+        if focus == 'count':
+            roll = roll * 0.44 if roll < 0.5 else 0.22 + (roll - 0.5) * 1.56
         if roll < 0.22:
             theme, kind = 'count', count_kind(rng, 'train')
             weights = COUNT_WEIGHTS
-            goal = int(rng.random() * 10) if rng.random() < 0.3 else pick(
+            goal = int(rng.random() * 10) if rng.random() < (0.6 if focus else 0.3) else pick(
                 rng, [n for n, w in enumerate(weights) for _ in range(w)])
             plan = Plan(count=min(12, max(3, goal + int(6 * rng.random()))),
                         matching=(*kind, goal))
@@ -121,7 +127,8 @@ def training_scene(rng: Random) -> tuple[Scene, list[q.Question]]:
         for _ in range(60):
             if len(asked) == ASKED:
                 return scene, asked
-            found = q.STILL[_family(rng)](rng, scene)
+            asks = 'count' if focus and rng.random() < 0.4 else _family(rng)
+            found = q.STILL[asks](rng, scene)
             if found is not None:
                 asked.append(found)
 
@@ -158,12 +165,12 @@ def aux_targets(scene: Scene) -> np.ndarray:
     return out
 
 
-def make_batch(seed: int, step: int, stills: int, clips: int) -> Batch:
+def make_batch(seed: int, step: int, stills: int, clips: int, focus: str = '') -> Batch:
     """Draw the batch of one step; it depends on nothing but its arguments."""
     scenes: list[Scene] = []
     asked: list[list[q.Question]] = []
     for i in range(stills):
-        scene, questions = training_scene(Random(mix(7, seed, step, i)))
+        scene, questions = training_scene(Random(mix(7, seed, step, i)), focus)
         scenes.append(scene)
         asked.append(questions)
     first, second, moved = [], [], []
@@ -202,14 +209,16 @@ def item_batch(items: list[Item]) -> Batch:
     return collate([i.scenes[0] for i in items] + [i.scenes[1] for i in items], [], asked)
 
 
-def _work(queue, seed: int, start: int, stride: int, stills: int, clips: int) -> None:
+def _work(queue, seed: int, start: int, stride: int, stills: int, clips: int,
+          focus: str) -> None:
     step = start
     while True:
-        queue.put(make_batch(seed, step, stills, clips))
+        queue.put(make_batch(seed, step, stills, clips, focus))
         step += stride
 
 
-def batches(seed: int, first: int, stills: int, clips: int, workers: int) -> Iterator[Batch]:
+def batches(seed: int, first: int, stills: int, clips: int, workers: int,
+            focus: str = '') -> Iterator[Batch]:
     """
     Yield the batches of steps ``first``, ``first + 1``, …; the same whatever ``workers`` is.
 
@@ -218,12 +227,12 @@ def batches(seed: int, first: int, stills: int, clips: int, workers: int) -> Ite
     if workers == 0:
         step = first
         while True:
-            yield make_batch(seed, step, stills, clips)
+            yield make_batch(seed, step, stills, clips, focus)
             step += 1
     context = mp.get_context('spawn')
     queues = [context.Queue(maxsize=4) for _ in range(workers)]
     processes = [context.Process(target=_work, daemon=True,
-                                 args=(queue, seed, first + i, workers, stills, clips))
+                                 args=(queue, seed, first + i, workers, stills, clips, focus))
                  for i, queue in enumerate(queues)]
     for p in processes:
         p.start()

@@ -48,6 +48,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
                    help='save and stop after that long; 0: train to the end')
     p.add_argument('--keep', action='store_true', help='train with random keep ratios')
     p.add_argument('--init', type=Path, help='start from the weights of this folder')
+    p.add_argument('--focus', choices=('', 'count'), default='',
+                   help='give half of the training to one family')
     p.add_argument('--lr', type=float, default=1e-3)
     p.add_argument('--aux', type=float, default=1.0, help='initial weight of the auxiliary loss')
     p.add_argument('--stills', type=int, default=192, help='pictures a step')
@@ -163,7 +165,8 @@ class Trainer:
         """Train; returns whether the last step was reached."""
         args, begin = self.args, time.monotonic()
         base, mark, probe = self.seconds, begin, None
-        feed = batches(args.seed, self.step, args.stills, args.clips, args.workers)
+        feed = batches(args.seed, self.step, args.stills, args.clips, args.workers,
+                       args.focus)
         bar = tqdm(total=self.steps or None, initial=self.step, unit='step', mininterval=5,
                    file=sys.stdout, ncols=100)
         started = self.step
