@@ -28,6 +28,9 @@ except ImportError:  # Humble
 #: Rates and losses are those of the last so many nanoseconds.
 WINDOW_NS = 5 * 10**9
 
+#: How close to a whole number of periods a gap has to be to be counted as lost frames.
+MULTIPLE = 0.3
+
 #: Messages that the middleware holds while the executor is busy; the newest wins in the end.
 DEPTH = 5
 
@@ -93,12 +96,14 @@ def _lost_share(gaps: list[int]) -> float:
     Return the share of frames missing between stamps.
 
     The shortest quarter of the gaps shows the camera's own period; a gap of n periods lacks n - 1
-    frames. Jitter of less than half a period counts for nothing.
+    frames. Only gaps close to a whole number of periods count: a camera that stutters has others.
     """
     if len(gaps) < 4:
         return 0.0
     period = statistics.median(sorted(gaps)[:max(1, len(gaps) // 4)])
-    missing = sum(max(0, round(gap / period) - 1) for gap in gaps)
+    counts = [(round(gap / period), gap / period) for gap in gaps]
+    missing = sum(whole - 1 for whole, exact in counts
+                  if whole > 1 and abs(exact - whole) < MULTIPLE)
     return missing / (missing + len(gaps) + 1)
 
 
