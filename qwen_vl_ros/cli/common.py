@@ -148,7 +148,8 @@ def cost_line(exchange: Exchange) -> str:
     answer = exchange.answer
     if answer is None:
         return f'{exchange.error_code}: {exchange.error}'
-    return (f'{answer.finish_reason}, {len(answer.token_ids)} tokens in '
+    count = len(answer.token_ids)
+    return (f'{answer.finish_reason}, {count} token{"s"[count == 1:]} in '
             f'{answer.timeline.total_ms():.0f} ms, first after '
             f'{answer.timeline.time_to_first_token_ms():.0f} ms, '
             f'{answer.vision_tokens_kept}/{answer.vision_tokens_in} vision tokens')

@@ -18,8 +18,9 @@ and which answers differ. Answers are matched by bag time and question.
   qwen_vl compare before/report.json after/report.json --json'''
 
 #: Figures of the summary that are compared.
-FIGURES = ('total_ms_p50', 'total_ms_p95', 'time_to_first_token_ms_p50', 'answers_per_s',
-           'decode_tokens_per_s', 'vision_tokens_kept')
+FIGURES = ('total_ms_new_picture_p50', 'total_ms_same_picture_p50', 'total_ms_p95',
+           'time_to_first_token_ms_p50', 'answers_per_s', 'decode_tokens_per_s',
+           'vision_tokens_kept')
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:

@@ -22,6 +22,7 @@ COMMANDS = (
     'ask',
     'replay',
     'compare',
+    'eval',
     'doctor',
 )
 

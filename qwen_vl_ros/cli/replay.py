@@ -273,9 +273,9 @@ def closing(report: dict[str, Any]) -> str:
     lines = [f'{total["answered"]} of {total["questions"]} questions answered']
     if 'correct' in total:
         lines[0] += f', {total["correct"]} of {total["with_known_answer"]} right'
-    if total['answers_per_s']:
-        lines[0] += (f', {total["answers_per_s"]:.2f} answers/s, '
-                     f'median {total["total_ms_p50"]:.0f} ms')
+    for key, what in (('new_picture', 'about a new picture'), ('same_picture', 'about it again')):
+        if total[f'total_ms_{key}_p50'] is not None:
+            lines[0] += f', {total[f"total_ms_{key}_p50"]:.0f} ms {what} (median)'
     if source['rejected_frames'] or source['damaged_messages']:
         lines.append(
             f'{source["rejected_frames"]} frames and {source["damaged_messages"]} messages were '

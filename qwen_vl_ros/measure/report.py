@@ -184,12 +184,17 @@ def summary(exchanges: Sequence[Exchange]) -> dict[str, Any]:
     firsts = firsts[np.isfinite(firsts)]
     spans = [s for e in exchanges for s in e.timeline.get('spans', ()) if s['name'] == 'token']
     token_ms = sum(s['ms'] for s in spans)
+    # A question about a picture that was encoded for an earlier one costs far less.
+    fresh = np.array([any(s['name'] == 'encode' for s in e.timeline.get('spans', ()))
+                      for e in exchanges if e.answer], bool)
     out: dict[str, Any] = {
         'questions': len(exchanges),
         'answered': len(answers),
         'failed': len(exchanges) - len(answers),
         'total_ms_p50': _percentile(totals, 50),
         'total_ms_p95': _percentile(totals, 95),
+        'total_ms_new_picture_p50': _percentile(totals[fresh], 50),
+        'total_ms_same_picture_p50': _percentile(totals[~fresh], 50),
         'time_to_first_token_ms_p50': _percentile(firsts, 50),
         'answers_per_s': _number(len(answers) / totals.sum() * 1e3) if totals.sum() else None,
         'decode_tokens_per_s': _number(len(spans) / token_ms * 1e3) if token_ms else None,

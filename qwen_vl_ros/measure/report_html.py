@@ -108,9 +108,9 @@ def _tiles(summary: dict[str, Any]) -> str:
                       'answers right'))
     for key, unit, label in (
             ('time_to_first_token_ms_p50', 'ms', 'to the first token, median'),
-            ('total_ms_p50', 'ms', 'a whole answer, median'),
-            ('total_ms_p95', 'ms', 'a whole answer, 95 of 100'),
-            ('answers_per_s', '/s', 'answers'),
+            ('total_ms_new_picture_p50', 'ms', 'answer about a new picture, median'),
+            ('total_ms_same_picture_p50', 'ms', 'about the same picture again, median'),
+            ('answers_per_s', '/s', 'answers, both kinds together'),
             ('decode_tokens_per_s', '/s', 'tokens while decoding')):
         if summary.get(key) is not None:
             tiles.append((f'{_short(summary[key])} {unit}', label))
@@ -241,7 +241,8 @@ def _question(number: int, exchange: dict[str, Any]) -> str:
         text = f'<div class="a {mark}">{escape(exchange["text"]) or "(nothing)"}{verdict}</div>'
         chips = [
             f'{exchange["total_ms"]:.0f} ms',
-            f'{exchange["output_tokens"]} tokens, {exchange["finish_reason"]}',
+            f'{exchange["output_tokens"]} token{"s"[exchange["output_tokens"] == 1:]}, '
+            f'{exchange["finish_reason"]}',
             f'{exchange["vision_tokens_kept"]} of {exchange["vision_tokens_in"]} vision tokens',
         ]
         if exchange.get('confidence') is not None:

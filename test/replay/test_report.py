@@ -78,6 +78,10 @@ def test_stage_table_and_summary_follow_from_the_spans():
     assert total['questions'] == total['answered'] == 2 and total['failed'] == 0
     assert (total['correct'], total['with_known_answer']) == (1, 2)
     assert total['time_to_first_token_ms_p50'] == pytest.approx(22.5, abs=1)
+    assert total['total_ms_new_picture_p50'] == pytest.approx(30, abs=1)
+    assert total['total_ms_same_picture_p50'] is None
+    again = reports.summary([*exchanges, ask(Scripted(SPANS[1:]))])
+    assert again['total_ms_same_picture_p50'] == pytest.approx(10, abs=1)
     assert total['decode_tokens_per_s'] == pytest.approx(4 / 0.015, abs=0.01)
     assert (total['vision_tokens_in'], total['vision_tokens_kept']) == (16, 8)
 
