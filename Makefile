@@ -37,7 +37,7 @@ $(MESSAGES): $(INSTALLED) $(shell find qwen_vl_msgs -type f)
 	@mkdir -p build
 	@site=$$($(PY) -c 'import sys; print("lib/python%d.%d/site-packages" % sys.version_info[:2])') && \
 	  CMAKE_PREFIX_PATH=$(AMENT_PREFIX_PATH) PATH=$(abspath $(VENV))/bin:$$PATH \
-	  $(VENV)/bin/colcon --log-base build/log build --event-handlers console_direct- summary- \
+	  colcon --log-base build/log build --event-handlers console_direct- summary- \
 	    --merge-install --base-paths qwen_vl_msgs --build-base build/msgs --install-base $(VENV) \
 	    --cmake-clean-cache --cmake-args -DPython3_EXECUTABLE=$(abspath $(PY)) -DBUILD_TESTING=OFF \
 	    -DPYTHON_INSTALL_DIR=$$site > build/msgs.log 2>&1 || { tail -40 build/msgs.log; exit 1; }
