@@ -30,7 +30,7 @@ enum Env {
   kCamHeight, kPitchCos, kPitchSin, kFocal, kCx, kCy, kLightX, kLightY, kLightZ, kAmbient,
   kHaze, kHazeR, kHazeG, kHazeB, kWallZ, kWallX, kCeiling, kFloorTex, kFloorScale, kFloorR,
   kFloorG, kFloorB, kFloorContrast, kWallTex, kWallScale, kWallR, kWallG, kWallB, kWallContrast,
-  kBlur, kNoise, kQuality, kExposure, kGainR, kGainG, kGainB, kSeed, kCount
+  kBlur, kNoise, kQuality, kExposure, kGainR, kGainG, kGainB, kSeed, kCount, kNoiseSeed
 };
 enum Object {
   kShape, kX, kZ, kSx, kTall, kSz, kYawCos, kYawSin, kR, kG, kB, kGrain, kDigits, kD0, kD1, kD2,
@@ -301,7 +301,7 @@ RS_HD uint8_t develop(const float* env, const float* image, int px, int py, int 
       sum += image[(y * kWidth + x) * 3 + k] * (dx ? side : mid) * (dy ? side : mid);
     }
   uint32_t bits = hash(static_cast<uint32_t>((py * kWidth + px) * 3 + k) * 0x9e3779b9U ^
-                       hash(static_cast<uint32_t>(env[kSeed]) + 77));
+                       hash(static_cast<uint32_t>(env[kNoiseSeed]) + 77));
   float gauss = (static_cast<float>((bits & 255) + (bits >> 8 & 255) + (bits >> 16 & 255) +
                                     (bits >> 24)) - 510.0f) * (1.0f / 147.8f);
   float value = sum * 255.0f + env[kNoise] * gauss + 0.5f;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,12 @@ class LanguageConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Both halves, the ids of the placeholders, and whether the output shares the embedding."""
+    """
+    Both halves, the ids of the placeholders, and whether the output shares the embedding.
+
+    :param pixel_limit: ``max_pixels`` of ``preprocessor_config.json``, the largest picture that
+        the checkpoint was made for; ``None`` where the folder does not say.
+    """
 
     vision: VisionConfig
     language: LanguageConfig
@@ -90,6 +95,7 @@ class ModelConfig:
     vision_start_token: int
     vision_end_token: int
     eos_tokens: tuple[int, ...]
+    pixel_limit: int | None = None
 
 
 def check_transformers() -> None:
@@ -151,7 +157,8 @@ def load_config(folder: Path) -> ModelConfig:
         parsed = Qwen2VLConfig.from_dict(raw)
         # Where releases write it, and with which default, differs: either place counts.
         tied = any(part.get('tie_word_embeddings') for part in (raw, raw.get('text_config') or {}))
-        config = _convert(parsed, tied, _end_tokens(folder, parsed))
+        config = replace(
+            _convert(parsed, tied, _end_tokens(folder, parsed)), pixel_limit=_pixel_limit(folder))
     except CheckpointError:
         raise
     except Exception as error:
@@ -161,6 +168,18 @@ def load_config(folder: Path) -> ModelConfig:
     if fault:
         raise CheckpointError(f'{path}: {fault}')
     return config
+
+
+def _pixel_limit(folder: Path) -> int | None:
+    path = folder / 'preprocessor_config.json'
+    if not path.exists():
+        return None
+    raw = read_json(path)
+    # Newer releases write the two limits as the edges of 'size'.
+    limit = raw.get('max_pixels') or (raw.get('size') or {}).get('longest_edge')
+    if limit is not None and (not isinstance(limit, int) or limit < 28 * 28):
+        raise CheckpointError(f'{path}: max_pixels is {limit!r}; expected at least {28 * 28}')
+    return limit
 
 
 def _convert(parsed: Any, tied: bool, eos: tuple[int, ...]) -> ModelConfig:

@@ -66,7 +66,7 @@ class Engine:
             dtype=str(self.model.dtype).removeprefix('torch.'), quantization='none',
             device=str(self.model.device), weight_bytes=self.model.language.weight_bytes,
             vision_weight_bytes=self.model.vision.weight_bytes, min_pixels=options.min_pixels,
-            max_pixels=options.max_pixels, max_context=options.max_context,
+            max_pixels=self._within(options.max_pixels), max_context=options.max_context,
             image_processor='pillow bicubic', engine_version=qwen_vl_ros.__version__,
             load_time_s=load_time_s)
 
@@ -83,6 +83,8 @@ class Engine:
         :param device: auto, cpu, cuda or cuda:N; cuda never falls back to the CPU.
         :param dtype: auto, float32, bfloat16 or float16.
         :param quantization: none.
+        :param max_pixels: of a resized picture; a lower limit in the checkpoint's own
+            ``preprocessor_config.json`` wins, ``info.max_pixels`` tells which.
         :param allow_download: fetch ``owner/name`` if it is not on this machine.
         :param more: further fields of :class:`Options`.
         :raises CheckpointError: one sentence with the path and what was expected.
@@ -182,7 +184,13 @@ class Engine:
         config = self.model.config
         check_options(options, config.vision.factor, config.language.max_positions)
         self.options = options
-        self.info = replace(self.info, min_pixels=min_pixels, max_pixels=max_pixels)
+        self.info = replace(
+            self.info, min_pixels=min_pixels, max_pixels=self._within(max_pixels))
+
+    def _within(self, max_pixels: int) -> int:
+        """Return the limit, lowered to the largest picture that the checkpoint was made for."""
+        limit = min(max_pixels, self.model.config.pixel_limit or max_pixels)
+        return max(limit, self.options.min_pixels)
 
     def close(self) -> None:
         """Give back weights and caches; later requests are refused."""
@@ -249,7 +257,7 @@ class Engine:
             state.margin))
 
     def _plan(self, request: Request) -> tuple[VisualToken, ...]:
-        limits = (self.options.min_pixels, self.options.max_pixels)
+        limits = (self.options.min_pixels, self.info.max_pixels)
         return tuple(
             plan_visual(v, request.keep_ratio, self.options.selector, limits,
                         self.model.config.vision.factor)

@@ -231,7 +231,7 @@ def _rebuild(rng: Random, scene: Scene, index: int, new) -> Scene | None:
     """Place all things again with one of them moved; ``None`` when one would be hidden."""
     from qwen_vl_ros.roboscene.scene import _fits
     env = dict(scene.env)
-    env['seed'] = float(int(rng.random() * (1 << 23)))  # another noise
+    env['noise_seed'] = float(int(rng.random() * (1 << 23)))
     # The moved thing is checked last, against all others where they stood.
     others = [copy.copy(t) for i, t in enumerate(scene.things) if i != index]
     bare = Scene(scene.camera, env)

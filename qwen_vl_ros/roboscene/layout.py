@@ -29,6 +29,8 @@ def pack(scene: Scene) -> tuple[np.ndarray, np.ndarray]:
     values = [scene.env[name] for name in _NAMES]
     env[6:6 + len(values)] = values
     env[6 + len(values)] = len(scene.things)
+    # Noise of its own for another picture of the same room; textures follow 'seed'.
+    env[7 + len(values)] = scene.env.get('noise_seed', scene.env['seed'])
     objects = np.zeros((MAX_OBJECTS, OBJECT_FLOATS), np.float32)
     for row, t in zip(objects, scene.things):
         digits = [int(d) for d in t.number] + [0] * (3 - len(t.number))

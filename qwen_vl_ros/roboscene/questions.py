@@ -161,8 +161,8 @@ def number(rng: Random, scene: Scene) -> Question | None:
 
 def corridor_units(scene: Scene) -> frozenset[int]:
     """Return the units that the floor of the robot's path covers in the picture."""
-    h, units = scene.camera.height, set()
-    steps = 60
+    h, steps = scene.camera.height, 60
+    units: set[int] = set()
     for i in range(steps):
         z = 0.6 * h * (CORRIDOR_LENGTH / 0.6) ** (i / (steps - 1))
         left = scene.camera.project(-CORRIDOR_HALF * h, 0.0, z)

@@ -169,7 +169,7 @@ def sample_scene(rng: Random, split: str, plan: Plan = Plan()) -> Scene | None:
     """
     camera = _camera(rng, split)
     scene = Scene(camera, _environment(rng, split))
-    count = plan.count or 3 + int(10 * rng.random() * rng.random() + 0.0)
+    count = plan.count or 3 + int(10 * rng.random() * rng.random())
     kinds = _kinds(rng, split, plan, count)
     misses = 0
     for index, (colour, shape) in enumerate(kinds):
@@ -236,7 +236,8 @@ def _environment(rng: Random, split: str) -> dict[str, float]:
 
 
 def _kinds(rng: Random, split: str, plan: Plan, count: int) -> list[tuple[str, str]]:
-    colours, kinds = tuple(COLOURS), []
+    colours = tuple(COLOURS)
+    kinds: list[tuple[str, str]] = []
     colour, shape, wanted = plan.matching or ('', '', 0)
     while len(kinds) < min(count, MAX_OBJECTS):
         index = len(kinds)

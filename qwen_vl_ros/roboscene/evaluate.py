@@ -1,0 +1,140 @@
+"""Scoring an engine on RoboScene-VQA: exact match by family, with intervals and floors."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from qwen_vl_ros.engine.engine import Engine
+from qwen_vl_ros.engine.types import Done, Request, Visual
+from qwen_vl_ros.frame import Frame
+from qwen_vl_ros.roboscene.geometry import HEIGHT, WIDTH
+from qwen_vl_ros.roboscene.items import Item, items
+from qwen_vl_ros.roboscene.render import render
+
+#: 'none' shows the right picture, 'blind' a plain grey one, 'shuffled' that of another item.
+#: (A prompt without a picture would say nothing about guessing: the model was never trained on one
+#: and answers none of its words.)
+FLOORS = ('none', 'blind', 'shuffled')
+
+
+@dataclass
+class Score:
+    """
+    What one family got in one split.
+
+    :param right: answers that are exactly the expected text.
+    :param count: items asked.
+    :param chance: what the best constant answer would get (see :func:`chance`).
+    :param kept: vision tokens that the language model saw, mean of all items.
+    :param wrong: up to twenty (question, expected, said).
+    """
+
+    family: str
+    split: str
+    floor: str = 'none'
+    right: int = 0
+    count: int = 0
+    chance: float = 0.0
+    kept: float = 0.0
+    wrong: list[tuple[str, str, str]] = field(default_factory=list)
+
+    @property
+    def accuracy(self) -> float:
+        """Return the share of right answers."""
+        return self.right / self.count if self.count else float('nan')
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Return the 95 % Wilson interval of the accuracy."""
+        return wilson(self.right, self.count)
+
+
+def wilson(right: int, count: int, z: float = 1.959964) -> tuple[float, float]:
+    """
+    Return the Wilson score interval of a share (Wilson 1927).
+
+    :param z: quantile of the normal distribution; the default gives 95 %.
+    """
+    if count == 0:
+        return 0.0, 1.0
+    p, n = right / count, count
+    centre = p + z * z / (2 * n)
+    spread = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (max(0.0, (centre - spread) / (1 + z * z / n)),
+            min(1.0, (centre + spread) / (1 + z * z / n)))
+
+
+def frames_of(item: Item) -> tuple[Frame, ...]:
+    """Render an item: one frame, or two of each slice for a clip."""
+    pictures = [Frame.from_rgb(p) for p in render(item.scenes)]
+    if len(pictures) == 1:
+        return (pictures[0],)
+    return tuple(p for p in pictures for _ in range(2))
+
+
+def chance(family: str, drawn: Iterable[Item]) -> float:
+    """
+    Return what a model without eyes could get: the most frequent answer of each kind of question.
+
+    Two questions are of one kind when their answers come from the same set (yes and no, colours,
+    shapes, sides, counts); for numbers and places it is the most frequent answer of all.
+    """
+    from qwen_vl_ros.roboscene.scene import COLOURS, SHAPES
+    sets: list[tuple[str, ...]] = [('yes', 'no'), ('left', 'right'), tuple(COLOURS), SHAPES]
+    kinds: dict[int, Counter[str]] = {}
+    for item in drawn:
+        answer = item.question.answer
+        kind = next((i for i, s in enumerate(sets) if answer in s), -1)
+        kinds.setdefault(kind, Counter())[answer] += 1
+    total = sum(sum(c.values()) for c in kinds.values())
+    return sum(c.most_common(1)[0][1] for c in kinds.values()) / total if total else 0.0
+
+
+def say(engine: Engine, question: str, visuals: tuple[Visual, ...], keep_ratio: float
+        ) -> tuple[str, int]:
+    """Ask one question greedily; returns the text and the vision tokens kept."""
+    request = Request(question, visuals, max_new_tokens=32, keep_ratio=keep_ratio)
+    for event in engine.answer(request):
+        if isinstance(event, Done):
+            return event.answer.text, event.answer.vision_tokens_kept
+    raise RuntimeError('the engine ended without an answer')
+
+
+def evaluate(engine: Engine, families: Iterable[str], *, split: str = 'test', count: int = 200,
+             seed: int = 0, floor: str = 'none', keep_ratio: float = 1.0,
+             on_item: Callable[[], None] = lambda: None) -> Iterator[Score]:
+    """
+    Score the engine, family by family.
+
+    :param count: items a family; the items of a shorter run come first in a longer one.
+    :param floor: one of :data:`FLOORS`.
+    :param keep_ratio: share of the vision tokens kept by the engine's selector.
+    :param on_item: called after each item (for a progress bar).
+    :raises ValueError: unknown family, split or floor.
+    """
+    if floor not in FLOORS:
+        raise ValueError(f"floor '{floor}' is not one of {', '.join(FLOORS)}")
+    for family in families:
+        drawn = list(items(family, split, count, seed))
+        score = Score(family, split, floor, chance=chance(family, drawn))
+        kept = 0
+        for index, item in enumerate(drawn):
+            frames = frames_of(drawn[index - 1] if floor == 'shuffled' else item)
+            if floor == 'blind':
+                grey = np.full((HEIGHT, WIDTH, 3), 118, np.uint8)
+                frames = (Frame.from_rgb(grey),) * len(frames)
+            said, tokens = say(engine, item.question.text, (Visual(frames),), keep_ratio)
+            kept += tokens
+            score.count += 1
+            if said == item.question.answer:
+                score.right += 1
+            elif len(score.wrong) < 20:
+                score.wrong.append((item.question.text, item.question.answer, said))
+            on_item()
+        score.kept = kept / max(1, score.count)
+        yield score
