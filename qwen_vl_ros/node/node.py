@@ -110,7 +110,6 @@ class QwenVlNode(LifecycleNode):
             before, self.settings = self.settings, settings
             if self._perception is not None:
                 self._perception.settings = settings
-                self._publish_model_info()
             if (before.continuous_rate_hz, before.diagnostics_period) != (
                     settings.continuous_rate_hz, settings.diagnostics_period):
                 self._restart_timers()
@@ -139,7 +138,8 @@ class QwenVlNode(LifecycleNode):
             self._load_failure = ''
             try:
                 engine = self._load(self.settings)
-                self._perception = Perception(engine, self.settings, self._ros_now_ns)
+                self._perception = Perception(
+                    engine, self.settings, self._ros_now_ns, self._publish_model_info)
                 self._publish_model_info()
             except Exception as error:
                 self._load_failure = self._explain(error)
@@ -157,10 +157,8 @@ class QwenVlNode(LifecycleNode):
 
     def _publish_model_info(self) -> None:
         assert self._perception is not None
-        message = messages.model_info_message(self._perception.engine.info)
-        message.min_pixels = self.settings.vision_min_pixels
-        message.max_pixels = self.settings.vision_max_pixels
-        self.publications.model_info(message)
+        self.publications.model_info(
+            messages.model_info_message(self._perception.engine.info))
 
     @staticmethod
     def _explain(error: Exception) -> str:

@@ -74,7 +74,8 @@ class Settings:
         low=784, high=12845056)
     vision_max_pixels: int = parameter(
         'vision.max_pixels', 401408, LIVE,
-        'Larger pictures are scaled down to this many pixels; pixels / 784 = tokens.',
+        'Larger pictures are scaled down to this many pixels; pixels / 784 = tokens. A lower '
+        'limit of the checkpoint wins.',
         low=784, high=12845056)
     cameras: tuple[str, ...] = parameter(
         'cameras', ('camera',), ACTIVATE,

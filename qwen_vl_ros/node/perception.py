@@ -57,14 +57,17 @@ class Perception:
     :param engine: used from the worker's thread only, from :meth:`start` to :meth:`stop`.
     :param settings: live ones may be swapped by assigning :attr:`settings`.
     :param ros_now_ns: clock of the pictures' stamps, nanoseconds.
+    :param info_changed: called when the engine's ``info`` has changed.
     """
 
-    def __init__(self, engine: EngineLike, settings: Settings,
-                 ros_now_ns: Callable[[], int]) -> None:
+    def __init__(self, engine: EngineLike, settings: Settings, ros_now_ns: Callable[[], int],
+                 info_changed: Callable[[], None] = lambda: None) -> None:
         self.engine = engine
         self.settings = settings
         self._template = settings.template()
         self._ros_now_ns = ros_now_ns
+        self._info_changed = info_changed
+        self._limits = (settings.vision_min_pixels, settings.vision_max_pixels)
         self._forget = False
         self.store = FrameStore(tuple(settings.camera_topics()), settings.clip_length)
         self.requests = Requests(self.answer, settings.queue_size, self._check_newest)
@@ -101,8 +104,10 @@ class Perception:
             self.engine.reset_sessions()
         settings = self.settings
         limits = (settings.vision_min_pixels, settings.vision_max_pixels)
-        if limits != (self.engine.info.min_pixels, self.engine.info.max_pixels):
+        if limits != self._limits:
             self.engine.set_pixels(*limits)
+            self._limits = limits
+            self._info_changed()
         with job.timeline.stage('decode_message'):
             visuals = self._look(job, settings)
         request = self._request(job, visuals, settings)

@@ -48,7 +48,7 @@ class Program:
         self._lines: list[str] = []
         self.process = subprocess.Popen(
             [sys.executable, '-u', *command], cwd=HERE, env={**os.environ, **env},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

@@ -86,13 +86,12 @@ def test_settings_shape_the_request(tmp_path):
 
 
 def test_live_pixel_limits_reach_the_engine():
-    perception = core(vision_max_pixels=7840)
+    perception = core()
     perception.receive('camera', image(1))
-    ask(perception, 'what?')
-    assert perception.engine.info.max_pixels == 7840
-    perception.settings = Settings(vision_max_pixels=78400)
-    ask(perception, 'what?')
-    assert perception.engine.info.max_pixels == 78400
+    for limit in (7840, 78400):
+        perception.settings = Settings(vision_max_pixels=limit)
+        ask(perception, 'what?')
+        assert perception.engine.info.max_pixels == limit
 
 
 def test_sessions_are_forgotten_before_the_next_question():
