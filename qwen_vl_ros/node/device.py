@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+
 UNAVAILABLE = 'unavailable'
 
 GPU_LOADS = ('sys/devices/gpu.0/load', 'sys/devices/platform/gpu.0/load',
@@ -54,6 +56,15 @@ def memory_facts(root: Path = Path('/')) -> str:
     release = re.search(r'R(\d+).*?REVISION: ([\d.]+)', _read(root / 'etc/nv_tegra_release'))
     facts.append(f'L4T {release[1]}.{release[2]}' if release else f'L4T release {UNAVAILABLE}')
     return ', '.join(facts)
+
+
+def explain_failed_load(error: Exception) -> str:
+    """Return one sentence; a lack of memory is set against what the board has."""
+    sentence = str(error) if isinstance(error, (EngineError, ValueError)) else (
+        f'{type(error).__name__}: {error}')
+    short = isinstance(error, MemoryError) or 'out of memory' in sentence.lower() or (
+        getattr(error, 'code', None) == ErrorCode.OUT_OF_MEMORY)
+    return f'{sentence} ({memory_facts()})' if short else sentence
 
 
 def device_values(root: Path = Path('/')) -> dict[str, str]:

@@ -6,9 +6,10 @@ import math
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
-from diagnostic_msgs.msg import DiagnosticStatus, KeyValue
+from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus, KeyValue
 
 from qwen_vl_ros.engine.errors import ErrorCode
 from qwen_vl_ros.node.cameras import CameraInput
@@ -16,7 +17,7 @@ from qwen_vl_ros.node.device import device_values
 from qwen_vl_ros.node.messages import decode_rates
 from qwen_vl_ros.node.parameters import Settings
 from qwen_vl_ros.node.requests import Job, Outcome
-from qwen_vl_ros.pipeline import CameraCounts
+from qwen_vl_ros.pipeline import CameraCounts, FrameStore
 
 OK, WARN = DiagnosticStatus.OK, DiagnosticStatus.WARN
 ERROR, STALE = DiagnosticStatus.ERROR, DiagnosticStatus.STALE
@@ -87,6 +88,58 @@ class Statistics:
         """Return a figure of the newest answers: latency, first, rate, bandwidth, kept."""
         with self._lock:
             return [answer[name] for answer in self._answers if not math.isnan(answer[name])]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a report is about, at one moment."""
+
+    state: str
+    load_failure: str
+    load_time_s: float
+    info: Any
+    queue_depth: int
+    cameras: tuple[CameraInput, ...]
+    store: FrameStore | None
+
+
+class Reporter:
+    """
+    Makes the array that the node publishes.
+
+    :param name: of the node, before each status name.
+    :param hardware_id: see :func:`qwen_vl_ros.node.device.hardware_id`.
+    :param statistics: of the questions.
+    :param peak_gb_s: the device's memory bandwidth, 1e9 bytes/s; NaN when unknown.
+    """
+
+    def __init__(self, name: str, hardware_id: str, statistics: Statistics,
+                 peak_gb_s: float) -> None:
+        self._name = name
+        self._hardware_id = hardware_id
+        self._statistics = statistics
+        self._peak_gb_s = peak_gb_s
+        self._rejected: dict[str, int] = {}
+
+    def report(self, facts: Facts, settings: Settings) -> DiagnosticArray:
+        """Return all statuses, without a stamp."""
+        found = {
+            'model': model_status(
+                facts.state, facts.info, facts.load_time_s, facts.load_failure),
+            'inference': inference_status(
+                self._statistics, settings, facts.queue_depth, self._peak_gb_s)}
+        for camera in facts.cameras:
+            if facts.store is None or camera.name not in facts.store.cameras:
+                continue
+            counts = facts.store.counts(camera.name)
+            lately = counts.rejected > self._rejected.get(camera.name, 0)
+            self._rejected[camera.name] = counts.rejected
+            found[f'{camera.name} topic status'] = camera_status(
+                camera, counts, lately, settings)
+        found['device'] = device_status()
+        return DiagnosticArray(status=[
+            status(f'{self._name}: {name}', self._hardware_id, *parts)
+            for name, parts in found.items()])
 
 
 def status(name: str, hardware_id: str, level: bytes, message: str,

@@ -25,7 +25,7 @@ from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.types import Delta, Stage
 from qwen_vl_ros.node import diagnostics, messages
 from qwen_vl_ros.node.cameras import CameraInput
-from qwen_vl_ros.node.device import hardware_id, memory_facts, peak_bandwidth_gb_s
+from qwen_vl_ros.node.device import explain_failed_load, hardware_id, peak_bandwidth_gb_s
 from qwen_vl_ros.node.parameters import (
     MAX_DEADLINE_S,
     Settings,
@@ -69,13 +69,14 @@ class QwenVlNode(LifecycleNode):
         self._load_time_s = 0.0
         self._perception: Perception | None = None
         self._cameras: list[CameraInput] = []
-        self._rejected: dict[str, int] = {}
         self._goals: dict[bytes, Job] = {}
         self._numbers = itertools.count(1)
         self._run_id = f'{time.time_ns() // 10**6 & 0xFFFFFF:06x}'
         self._statistics = diagnostics.Statistics()
-        self._hardware_id = hardware_id()
-        self._peak_gb_s = peak_bandwidth_gb_s(self._hardware_id)
+        board = hardware_id()
+        self._peak_gb_s = peak_bandwidth_gb_s(board)
+        self._reporter = diagnostics.Reporter(
+            self.get_name(), board, self._statistics, self._peak_gb_s)
         self._switching = threading.RLock()
         self._steady = Clock(clock_type=ClockType.STEADY_TIME)
         self.publications = Publications(self, self._peak_gb_s)
@@ -142,7 +143,7 @@ class QwenVlNode(LifecycleNode):
                     engine, self.settings, self._ros_now_ns, self._publish_model_info)
                 self._publish_model_info()
             except Exception as error:
-                self._load_failure = self._explain(error)
+                self._load_failure = explain_failed_load(error)
                 self._perception = None
                 self.get_logger().error(f'configuration failed: {self._load_failure}')
                 return FAILURE
@@ -160,17 +161,6 @@ class QwenVlNode(LifecycleNode):
         self.publications.model_info(
             messages.model_info_message(self._perception.engine.info))
 
-    @staticmethod
-    def _explain(error: Exception) -> str:
-        """Return one sentence; a lack of memory is set against what the board has."""
-        if isinstance(error, EngineError):
-            sentence, memory = error.message, error.code == ErrorCode.OUT_OF_MEMORY
-        else:
-            sentence = f'{error}' if isinstance(error, ValueError) else (
-                f'{type(error).__name__}: {error}')
-            memory = isinstance(error, MemoryError) or 'out of memory' in sentence.lower()
-        return f'{sentence} ({memory_facts()})' if memory else sentence
-
     def on_activate(self, state: Any) -> TransitionCallbackReturn:
         """Subscribe to the cameras and take questions."""
         with self._switching:
@@ -186,7 +176,6 @@ class QwenVlNode(LifecycleNode):
                 self.get_logger().error(f'activation failed: {error}')
                 self._close()
                 return FAILURE
-            self._rejected = {}
             self.state = 'active'
             topics = ', '.join(camera.topic for camera in self._cameras) or 'no camera'
             self.get_logger().info(f'ready for questions about {topics}')
@@ -357,7 +346,8 @@ class QwenVlNode(LifecycleNode):
         settings, perception = self.settings, self._perception
         if not settings.continuous_enable or self.state != 'active' or perception is None:
             return
-        if perception.requests.busy or perception.requests.depth or not self._has_new_frame():
+        busy = perception.requests.busy or perception.requests.depth
+        if busy or not self._cameras or not perception.store.is_new(self._cameras[0].name):
             return
 
         def make(name: str) -> Question:
@@ -369,11 +359,6 @@ class QwenVlNode(LifecycleNode):
             self._start(make, lambda job, event: None)
         except EngineError as error:
             self.get_logger().debug(f'standing question left out: {error.message}')
-
-    def _has_new_frame(self) -> bool:
-        """Say whether the first camera has sent a frame that no question has seen."""
-        return bool(self._cameras) and self._perception is not None and (
-            self._perception.store.is_new(self._cameras[0].name))
 
     def _on_enable(self, request: SetBool.Request, response: SetBool.Response) -> Any:
         result = self.set_parameters([Parameter('continuous.enable', value=request.data)])[0]
@@ -402,24 +387,13 @@ class QwenVlNode(LifecycleNode):
             camera.match()
 
     def _publish_diagnostics(self) -> None:
-        perception, settings = self._perception, self.settings
-        info = perception.engine.info if perception is not None else None
-        found = {'model': diagnostics.model_status(
-            self.state, info, self._load_time_s, self._load_failure)}
-        depth = perception.requests.depth if perception is not None else 0
-        found['inference'] = diagnostics.inference_status(
-            self._statistics, settings, depth, self._peak_gb_s)
-        for camera in tuple(self._cameras):
-            if perception is None or camera.name not in perception.store.cameras:
-                continue
-            counts = perception.store.counts(camera.name)
-            lately = counts.rejected > self._rejected.get(camera.name, 0)
-            self._rejected[camera.name] = counts.rejected
-            found[f'{camera.name} topic status'] = diagnostics.camera_status(
-                camera, counts, lately, settings)
-        found['device'] = diagnostics.device_status()
-        array = DiagnosticArray(status=[
-            diagnostics.status(f'{self.get_name()}: {name}', self._hardware_id, *parts)
-            for name, parts in found.items()])
+        perception = self._perception
+        facts = diagnostics.Facts(
+            state=self.state, load_failure=self._load_failure, load_time_s=self._load_time_s,
+            info=perception.engine.info if perception is not None else None,
+            queue_depth=perception.requests.depth if perception is not None else 0,
+            cameras=tuple(self._cameras),
+            store=perception.store if perception is not None else None)
+        array = self._reporter.report(facts, self.settings)
         array.header.stamp = self.get_clock().now().to_msg()
         self._diagnostics.publish(array)

@@ -1,6 +1,13 @@
 """What a board says about itself, and what it does not say."""
 
-from qwen_vl_ros.node.device import UNAVAILABLE, device_values, hardware_id, memory_facts
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.node.device import (
+    UNAVAILABLE,
+    device_values,
+    explain_failed_load,
+    hardware_id,
+    memory_facts,
+)
 
 
 def test_a_machine_that_says_nothing_is_unavailable_everywhere(tmp_path):
@@ -39,3 +46,12 @@ def test_unreadable_values_are_unavailable_not_zero(tmp_path):
     load.parent.mkdir(parents=True)
     load.write_text('n/a')
     assert device_values(tmp_path)['gpu_load'] == UNAVAILABLE
+
+
+def test_a_load_that_lacked_memory_says_what_there_was():
+    for error in (MemoryError('12 GiB'), RuntimeError('CUDA error: out of memory'),
+                  EngineError(ErrorCode.OUT_OF_MEMORY, 'the model needs 5 GiB')):
+        sentence = explain_failed_load(error)
+        assert 'MemAvailable' in sentence and 'largest free block' in sentence
+    assert explain_failed_load(EngineError(ErrorCode.UNKNOWN, 'no folder')) == 'no folder'
+    assert explain_failed_load(KeyError('x')) == "KeyError: 'x'"

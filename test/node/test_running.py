@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from builtin_interfaces.msg import Time
@@ -113,6 +114,15 @@ def test_the_overlay_is_drawn_for_listeners_only(node, client):
     time.sleep(0.2)
     assert len(pictures) == count
     assert client.set(overlay__enable=True)[0].successful
+
+
+def test_the_example_client_streams_and_tells_errors(node, programs):
+    example = Path(__file__).parents[2] / 'examples' / 'ask_client.py'
+    assert len(example.read_text().splitlines()) < 40
+    asking = programs(example, 'words=4')
+    assert asking.wait() == 0 and asking.output == 'w0 w1 w2 w3\n'
+    asking = programs(example, 'what?', 'rear')
+    assert asking.wait() == CODES.BAD_REQUEST and "no camera 'rear'" in asking.output
 
 
 def test_sessions_can_be_reset(node, client):
