@@ -15,6 +15,9 @@ export FASTRTPS_DEFAULT_PROFILES_FILE ?= $(ROOT)/config/fastdds.xml
 export FASTDDS_DEFAULT_PROFILES_FILE ?= $(FASTRTPS_DEFAULT_PROFILES_FILE)
 export LD_LIBRARY_PATH := $(abspath $(VENV))/lib$(if $(LD_LIBRARY_PATH),:$(LD_LIBRARY_PATH))
 
+# Threads that spin while they wait make torch ten times slower where cores are shared.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 INSTALLED := $(VENV)/.installed
 MESSAGES := $(VENV)/.messages
 

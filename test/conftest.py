@@ -9,6 +9,8 @@ import pytest
 from qwen_vl_ros.share import use_large_data_profile
 
 os.environ.setdefault('AMENT_PREFIX_PATH', sys.prefix)
+#: As in the Makefile: before torch is loaded, or it does not count.
+os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
 #: Another domain for every run: two runs on one machine do not hear each other.
 os.environ['ROS_DOMAIN_ID'] = str(1 + os.getpid() % 100)
 use_large_data_profile()

@@ -59,7 +59,7 @@ def test_64_greedy_tokens_of_the_tiny_checkpoint_equal_the_oracle(kind, tiny, or
     window, tiny.options = tiny.options, tiny.options.__class__(
         **{**vars(tiny.options), 'repetition_window': 0})
     try:
-        said = [e for e in tiny.answer(request) if isinstance(e, Done)][0].answer
+        said = next(e for e in tiny.answer(request) if isinstance(e, Done)).answer
     finally:
         tiny.end_tokens, tiny.options = ends, window
     assert list(said.token_ids) == oracle.generate(request, 64)
@@ -81,6 +81,6 @@ def test_without_the_picture_it_cannot(tiny):
 def test_larger_pictures_come_down_to_the_size_it_was_trained_on(tiny):
     from qwen_vl_ros.frame import Frame
     frame = Frame.from_rgb(np.full((480, 640, 3), 90, np.uint8))
-    done = [e for e in tiny.answer(Request('Is the path blocked?', (Visual((frame,)),)))][-1]
+    done = list(tiny.answer(Request('Is the path blocked?', (Visual((frame,)),))))[-1]
     assert done.answer.vision_tokens_in == 192
     assert tiny.info.max_pixels == 153600
