@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint clean
+.PHONY: help venv kernels demo test lint clean
 
 VENV ?= .venv
 ROS := $(if $(ROS_DISTRO),$(wildcard /opt/ros/$(ROS_DISTRO)))
@@ -20,11 +20,13 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 INSTALLED := $(VENV)/.installed
 MESSAGES := $(VENV)/.messages
+KERNELS := build/.kernels
 
 help:
 	@echo 'make demo   answer questions about the demo bag; report in build/demo'
 	@echo 'make test   run the tests'
 	@echo 'make lint   ruff and mypy'
+	@echo 'make kernels  build the native kernels: CPU, and CUDA where nvcc is'
 	@echo 'make venv   only make the environment ($(VENV)), with the interfaces built'
 	@echo 'make clean  remove what was built (not $(VENV))'
 
@@ -46,10 +48,16 @@ $(MESSAGES): $(INSTALLED) $(shell find qwen_vl_msgs -type f)
 	    -DPYTHON_INSTALL_DIR=$$site > build/msgs.log 2>&1 || { tail -40 build/msgs.log; exit 1; }
 	@touch $@
 
-demo: $(MESSAGES)
+kernels: $(KERNELS)
+
+$(KERNELS): $(INSTALLED) $(shell find kernels -type f -not -name '*.md')
+	@$(PY) kernels/build.py
+	@touch $@
+
+demo: $(MESSAGES) $(KERNELS)
 	@$(PY) tools/demo.py --output build/demo
 
-test: $(MESSAGES)
+test: $(MESSAGES) $(KERNELS)
 	@$(PY) -m pytest
 
 lint: $(MESSAGES)
@@ -57,4 +65,4 @@ lint: $(MESSAGES)
 	@$(PY) -m mypy
 
 clean:
-	rm -rf build install log
+	rm -rf build install log qwen_vl_ros/kernels/lib

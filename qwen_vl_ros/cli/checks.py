@@ -263,17 +263,18 @@ def memory() -> Check:
 
 
 def kernels() -> Check:
-    """See whether the native kernels are built."""
-    from qwen_vl_ros import kernels as package_of_kernels
+    """See whether the native kernels are built, and what makes the patches."""
+    from qwen_vl_ros.kernels.loader import built
+    from qwen_vl_ros.kernels.patches import default_patcher
 
-    folder = Path(package_of_kernels.__file__).parent
-    root = folder.parents[1]
-    # The scene renderer lies there too; it is a tool of the demo.
-    built = sorted(f.name for f in folder.glob('lib/*.so') if 'roboscene' not in f.name)
-    if built:
-        return Check('kernels', OK, ', '.join(built))
-    step = ("'make kernels'" if (root / 'kernels' / 'CMakeLists.txt').exists() else '')
-    return Check('kernels', WARN, 'not built; plain torch is used, right but slower', step)
+    libraries = built()
+    patcher = default_patcher() if 'libqwen_vl_cpu.so' in libraries else None
+    if patcher is not None:
+        return Check('kernels', OK, f'{", ".join(libraries)}; patches: {patcher.isa}, '
+                                    f'{patcher.threads} thread(s), bytes of {patcher.resampler}')
+    step = "'make kernels'" if (Path(qwen_vl_ros.__file__).parents[1] / 'kernels').is_dir() else (
+        'install the package again with cmake and g++ on the machine')
+    return Check('kernels', WARN, 'not built; Pillow makes the patches, the same but slower', step)
 
 
 def model_folder(model: str | Path | None) -> Check:

@@ -2,7 +2,8 @@
 Frames to uint8 patches in the order in which the encoder merges them.
 
 The resampler is Pillow's bicubic (a = -0.5, antialiased, 8-bit), which is what transformers' PIL
-image processor uses; torchvision's differs from it by up to 2 of 255.
+image processor uses; torchvision's differs from it by up to 2 of 255. The native kernel gives the
+same bytes as the installed Pillow, and is taken where it is built.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from PIL import Image
 
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.frame import Frame
+from qwen_vl_ros.kernels.patches import PATCH, accepts, default_patcher
 
 #: OpenAI CLIP's channel statistics; :mod:`qwen_vl_ros.engine.vision` folds them into the weights.
 IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -91,7 +93,7 @@ def grid_of(
     return t, h * 2 // factor, w * 2 // factor
 
 
-def extract_patches(frames: Sequence[Frame], grid: Grid, patch: int = 14) -> np.ndarray:
+def extract_patches(frames: Sequence[Frame], grid: Grid, patch: int = PATCH) -> np.ndarray:
     """
     Resize frames and cut them into patches in unit order.
 
@@ -102,6 +104,33 @@ def extract_patches(frames: Sequence[Frame], grid: Grid, patch: int = 14) -> np.
     :param grid: (t, h, w) of :func:`grid_of`.
     :return: uint8 [t*h*w, 3*patch*patch] or, for a clip, [t*h*w, 2*3*patch*patch].
     """
+    native = native_patches(frames, grid) if patch == PATCH else None
+    return pillow_patches(frames, grid, patch) if native is None else native
+
+
+def native_patches(frames: Sequence[Frame], grid: Grid) -> np.ndarray | None:
+    """
+    Do what :func:`extract_patches` says in one pass over the cameras' own buffers.
+
+    :return: ``None`` where the kernel is not built, and for frames that it does not take (a side
+        under 28 pixels).
+    """
+    patcher = default_patcher()
+    if patcher is None or not all(map(accepts, frames)):
+        return None
+    t, h, w = grid
+    if len(frames) == 1:
+        return patcher.patches(frames[0], h * PATCH, w * PATCH)
+    out = np.empty((t, h * w, 3, 2, PATCH * PATCH), np.uint8)
+    for i, frame in enumerate(frames):
+        patcher.patches(frame, h * PATCH, w * PATCH, out[i // 2, :, :, i % 2])
+    if len(frames) % 2:
+        out[-1, :, :, 1] = out[-1, :, :, 0]
+    return out.reshape(t * h * w, -1)
+
+
+def pillow_patches(frames: Sequence[Frame], grid: Grid, patch: int = PATCH) -> np.ndarray:
+    """Do what :func:`extract_patches` says with Pillow and numpy."""
     t, h, w = grid
     pictures = [resize_rgb(frame.rgb(), h * patch, w * patch) for frame in frames]
     if len(pictures) == 1:

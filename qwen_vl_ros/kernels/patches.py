@@ -16,8 +16,8 @@ from qwen_vl_ros.kernels.loader import KernelError, library, optional
 PATCH = 14
 FEATURES = 3 * PATCH * PATCH
 
-#: Shortest side of a frame that the kernel takes, in pixels.
-MIN_SIDE = 28
+#: Sides of a frame that the kernel takes, in pixels, and the longest over the shortest.
+MIN_SIDE, MAX_SIDE, MAX_ASPECT = 28, 65535, 200
 
 #: In the order of ``qwen_vl_encoding``.
 ENCODINGS = ('rgb8', 'bgr8', 'rgba8', 'bgra8', 'mono8', 'nv12', 'nv21', 'yuyv', 'uyvy')
@@ -25,9 +25,9 @@ ENCODINGS = ('rgb8', 'bgr8', 'rgba8', 'bgra8', 'mono8', 'nv12', 'nv21', 'yuyv', 
 #: In the order of ``qwen_vl_isa``.
 ISAS = ('scalar', 'avx2', 'avx512', 'neon')
 
-#: In the order of ``qwen_vl_resampler``: up to Pillow 12 rows are resampled before columns, Pillow
-#: 13 takes columns first where that is less work (640x480 -> 644x476 is such a case). Two roundings
-#: to bytes lie between, so that the order shows.
+#: In the order of ``qwen_vl_resampler``: up to Pillow 12 rows are resampled before columns; Pillow
+#: 13 takes columns first where that is less work, as with 640x480 -> 644x476. A rounding to bytes
+#: lies between the passes, so that the order shows.
 RESAMPLERS = ('pillow12', 'pillow13')
 
 _MESSAGE = 256
@@ -153,6 +153,12 @@ def describe(frame: Frame) -> tuple[NativeFrame, np.ndarray]:
     return native, data
 
 
+def accepts(frame: Frame) -> bool:
+    """Say whether the kernel takes frames of this size."""
+    low, high = sorted((frame.width, frame.height))
+    return low >= MIN_SIDE and high <= min(MAX_SIDE, MAX_ASPECT * low)
+
+
 @cache
 def installed_resampler() -> str:
     """Return whose bytes transformers' Pillow processor would give on this machine."""
@@ -205,7 +211,7 @@ def default_patcher() -> Patcher | None:
 
     It has up to four threads, half of the cores at most: the other half is the robot's.
     """
-    if optional('qwen_vl_cpu', 'Pillow (the same bytes, slower)') is None:
+    if optional('qwen_vl_cpu', 'Pillow, which gives the same bytes and is slower,') is None:
         return None
     return Patcher(threads=max(1, min(4, len(os.sched_getaffinity(0)) // 2)))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 import cv2
 import numpy as np
 
+from qwen_vl_ros.kernels.loader import library
 from qwen_vl_ros.roboscene.geometry import HEIGHT, WIDTH
 from qwen_vl_ros.roboscene.layout import pack
 from qwen_vl_ros.roboscene.scene import Scene
@@ -35,17 +35,6 @@ def assets() -> tuple[np.ndarray, np.ndarray]:
         raise FileNotFoundError(f'textures.png and digits.png are missing in {_DATA}')
     return (np.ascontiguousarray(bank.reshape(-1, 128, 128)),
             np.ascontiguousarray(glyphs.reshape(10, 28, 20)))
-
-
-@cache
-def _library(name: str) -> ctypes.CDLL:
-    folders = [Path(os.environ[key]) for key in ('QWEN_VL_KERNELS',) if key in os.environ]
-    folders += [Path(__file__).parents[1] / 'kernels' / 'lib']
-    for folder in folders:
-        if (folder / name).exists():
-            return ctypes.CDLL(str(folder / name))
-    raise FileNotFoundError(
-        f"{name} is not in {' or '.join(map(str, folders))}: build it with 'make kernels'")
 
 
 def _pointer(array: np.ndarray) -> ctypes.c_void_p:
@@ -72,7 +61,7 @@ def render_packed(env: np.ndarray, objects: np.ndarray, *, threads: int = 1, ids
     bank, glyphs = assets()
     rgb = np.empty((len(env), HEIGHT, WIDTH, 3), np.uint8)
     shown = np.empty((len(env), HEIGHT, WIDTH), np.uint8) if ids else None
-    _library('libqwen_vl_roboscene.so').roboscene_render_cpu(
+    library('qwen_vl_roboscene').roboscene_render_cpu(
         _pointer(env), _pointer(objects), _pointer(bank), _pointer(glyphs), len(env),
         max(1, threads), _pointer(rgb), None if shown is None else _pointer(shown))
     return rgb, shown
@@ -106,7 +95,7 @@ def render_cuda(env: torch.Tensor, objects: torch.Tensor) -> torch.Tensor:
     n = env.shape[0]
     scratch = torch.empty((n, HEIGHT, WIDTH, 3), dtype=torch.float32, device=env.device)
     rgb = torch.empty((n, HEIGHT, WIDTH, 3), dtype=torch.uint8, device=env.device)
-    code = _library('libqwen_vl_roboscene_cuda.so').roboscene_render_cuda(
+    code = library('qwen_vl_roboscene_cuda').roboscene_render_cuda(
         *(ctypes.c_void_p(t.contiguous().data_ptr()) for t in (env, objects, bank, glyphs)), n,
         ctypes.c_void_p(scratch.data_ptr()), ctypes.c_void_p(rgb.data_ptr()), None,
         ctypes.c_void_p(torch.cuda.current_stream(env.device).cuda_stream))

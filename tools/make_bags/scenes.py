@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,12 +58,12 @@ class Shot:
 
 
 def ready_renderer() -> None:
-    """Build the native renderer where it is missing; needs g++."""
+    """Build the native renderer where it is missing; needs CMake and g++."""
     try:
         render_packed(np.empty((0, 40)), np.empty((0, 12, 24)))
     except FileNotFoundError:
-        script = Path(__file__).resolve().parents[1] / 'train_tiny' / 'build_renderer.sh'
-        subprocess.run([str(script)], check=True)
+        script = Path(__file__).resolve().parents[2] / 'kernels' / 'build.py'
+        subprocess.run([sys.executable, str(script)], check=True)
 
 
 def draw_shots(stills: int = 6, moves: int = 2, seed: int = 0) -> list[Shot]:
