@@ -24,6 +24,7 @@ COMMANDS = (
     'compare',
     'eval',
     'doctor',
+    'roofline',
 )
 
 DESCRIPTION = '''\
