@@ -26,12 +26,13 @@ Window window_of(const Axis& axis, int first, int last) {
   return {axis.start[first] & ~1, axis.end[last - 1]};
 }
 
-// Pixels of the widest strip's window, the columns of taps with zero weight included.
+// Pixels of the widest strip's window and what its last output's taps of zero weight read: every
+// output has as many taps as the widest one, and the groups of a vector are whole.
 int64_t widest_window(const Axis& axis, int strip) {
   int64_t widest = 0;
   for (int first = 0; first < axis.out; first += strip) {
-    const Window w = window_of(axis, first, std::min(first + strip, axis.out));
-    widest = std::max<int64_t>(widest, w.last - w.first);
+    const int last = std::min(first + strip, axis.out) - 1;
+    widest = std::max<int64_t>(widest, axis.start[last] + axis.taps - (axis.start[first] & ~1));
   }
   return round_up(widest + kMaxTaps, kColumns);
 }
@@ -265,7 +266,8 @@ void Scratch::reserve(const Job& job) {
   raw.reserve((pixels * (yuv ? 2 : job.channels) + 2 * kColumns) * tile);
   if (yuv) rgb.reserve((pixels * 3 + kColumns) * tile);
   resized.reserve(std::max(job.first_strip, job.last_strip) * tile);
-  rows.reserve((job.y->axis.taps + tile + kMaxTaps) * job.before.step);
+  // What earlier tiles left, a tile, and what taps of zero weight read beyond the last row.
+  rows.reserve((2 * job.y->axis.taps + tile + kMaxTaps) * job.before.step);
   sums.reserve((job.last ? tile : 1) * job.before.step);
   if (job.last) {
     raw.reserve((widest_window(job.last->axis, job.last_strip) + kColumns) * tile);

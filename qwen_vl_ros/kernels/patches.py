@@ -76,6 +76,10 @@ class Patcher:
         self._library = _declare(library('qwen_vl_cpu'))
         if isa is not None and isa not in ISAS:
             raise KernelError(f"instruction set '{isa}' is not one of {', '.join(ISAS)}")
+        self.resampler = resampler or installed_resampler()
+        if self.resampler not in RESAMPLERS:
+            raise KernelError(
+                f"resampler '{resampler}' is not one of {', '.join(RESAMPLERS)}")
         handle = ctypes.c_void_p()
         message = ctypes.create_string_buffer(_MESSAGE)
         pinned = (ctypes.c_int32 * len(cpus))(*cpus)
@@ -84,7 +88,6 @@ class Patcher:
             ctypes.byref(handle), message, _MESSAGE), message)
         self._handle: ctypes.c_void_p | None = handle
         self.threads = threads
-        self.resampler = resampler or installed_resampler()
         self.isa = ISAS[self._library.qwen_vl_cpu_isa(handle)]
 
     @property
