@@ -42,6 +42,10 @@ def add_parser(subparsers) -> None:
                         help='which scenes (%(default)s)')
     parser.add_argument('--floor', default='none', choices=('none', 'blind', 'shuffled'),
                         help='show a grey picture, or that of another item (%(default)s)')
+    parser.add_argument('--select', default='saliency', metavar='NAME',
+                        help='what chooses the units under --keep-ratio 1: saliency, gradient, '
+                             'contrast, uniform, random, or oracle, which knows where the '
+                             'evidence is (%(default)s)')
     parser.add_argument('--scene-seed', type=int, default=0, metavar='SEED',
                         help='another seed, other items (%(default)s)')
     parser.add_argument('--json', metavar='FILE', help="write records as JSON; '-' is stdout")
@@ -57,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from qwen_vl_ros.roboscene.evaluate import evaluate
     from qwen_vl_ros.roboscene.items import HELD_OUT_FAMILIES
     from qwen_vl_ros.roboscene.questions import FAMILIES
+    from qwen_vl_ros.saliency.select import make_selector
 
     if args.items < 1:
         raise CliError(f'--items is {args.items}; expected at least 1')
@@ -68,33 +73,42 @@ def run(args: argparse.Namespace) -> int:
                            f"(split {args.split})")
     if not 0 < args.keep_ratio <= 1:
         raise CliError(f'--keep-ratio is {args.keep_ratio}; expected over 0 to 1')
+    if args.select != 'oracle':
+        try:
+            make_selector(args.select)
+        except ValueError as error:
+            raise CliError(f'--select: {error}, oracle') from error
     engine = load_engine(args)
     out = sys.stderr if args.json == '-' else sys.stdout
     info = model_dict(engine)
     print(f"{info['name']} ({info['dtype']}, {info['device']}), split {args.split}, "
-          f'{args.items} items a family, floor {args.floor}, keep {args.keep_ratio:g}', file=out)
-    print(f"{'family':<10} {'accuracy':>8}  {'95 % interval':<15} {'chance':>6} {'tokens':>6}",
+          f'{args.items} items a family, floor {args.floor}, keep {args.keep_ratio:g}'
+          + (f' by {args.select}' if args.keep_ratio < 1 else ''), file=out)
+    print(f"{'family':<10} {'accuracy':>8}  {'95 % interval':<15} {'chance':>6} {'tokens':>6} "
+          f"{'recall':>6}",
           file=out)
     records = []
     with tqdm(total=args.items * len(families), unit='item', leave=False, file=sys.stderr,
               disable=not sys.stderr.isatty()) as bar:
         for score in evaluate(
                 engine, families, split=args.split, count=args.items, seed=args.scene_seed,
-                floor=args.floor, keep_ratio=args.keep_ratio,
+                floor=args.floor, keep_ratio=args.keep_ratio, select=args.select,
                 on_item=lambda: bar.update() and None):
             low, high = score.interval
             bar.clear()
             print(f'{score.family:<10} {score.accuracy:>8.3f}  {low:.3f} to {high:.3f}  '
-                  f'{score.chance:>6.3f} {score.kept:>6.0f}', file=out, flush=True)
+                  f'{score.chance:>6.3f} {score.kept:>6.0f} {score.recall:>6.2f}',
+                  file=out, flush=True)
             if args.wrong:
                 for question, expected, said in score.wrong:
                     print(f'    {question} {expected} -- said {said}', file=out)
             records.append(record(
                 'eval', {'model': info['name'], 'dtype': info['dtype'], 'keep': args.keep_ratio,
                          'family': score.family, 'split': args.split, 'floor': args.floor,
-                         'seed': args.scene_seed},
+                         'seed': args.scene_seed,
+                         'select': args.select if args.keep_ratio < 1 else 'all'},
                 'accuracy', score.accuracy, 'share', runs=score.count, interval=[low, high],
-                chance=score.chance, kept_tokens=score.kept))
+                chance=score.chance, kept_tokens=score.kept, evidence_recall=score.recall))
     mean = sum(r['value'] for r in records) / len(records)
     print(f"{'mean':<10} {mean:>8.3f}", file=out)
     if args.json == '-':

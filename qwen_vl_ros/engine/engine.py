@@ -157,13 +157,23 @@ class Engine:
 
         For evaluation and comparison: nothing is cached, streamed or remembered.
         """
+        _, prompt, features = self.look(request)
+        return prompt, self.model.all_logits(prompt, features)
+
+    def look(self, request: Request) -> tuple[tuple[VisualToken, ...], Prompt, list[Placed]]:
+        """
+        Plan and encode a request's visuals and build its prompt, without answering.
+
+        :return: the planned visuals, the prompt, and each visual's place in it with its merged
+            tokens. Nothing is cached or remembered.
+        """
         timeline = Timeline(request.request_id)
         clock = DeviceClock(timeline, self.model.device)
         visuals = self._plan(request)
         prompt = self.prompts.build((Turn(request.question, visuals),), request.system_prompt)
         features = [(span, self.model.encode(v, timeline, clock)[0])
                     for span, v in zip(prompt.spans, visuals)]
-        return prompt, self.model.all_logits(prompt, features)
+        return visuals, prompt, features
 
     def forget(self) -> None:
         """Empty the caches of prefixes and pictures; their memory is kept."""
@@ -259,7 +269,7 @@ class Engine:
     def _plan(self, request: Request) -> tuple[VisualToken, ...]:
         limits = (self.options.min_pixels, self.info.max_pixels)
         return tuple(
-            plan_visual(v, request.keep_ratio, self.options.selector, limits,
+            plan_visual(v, request, self.options.selector, limits,
                         self.model.config.vision.factor)
             for v in request.visuals)
 

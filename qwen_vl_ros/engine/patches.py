@@ -143,14 +143,16 @@ def pillow_patches(frames: Sequence[Frame], grid: Grid, patch: int = PATCH) -> n
     return np.ascontiguousarray(cut.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)).reshape(t * h * w, -1)
 
 
-def uniform_keep(frames: Sequence[Frame], grid: Grid, ratio: float) -> np.ndarray:
+def uniform_keep(
+    frames: Sequence[Frame], grid: Grid, ratio: float, question: str = '',
+) -> np.ndarray:
     """
     Choose units spread evenly over every slice, whatever the picture shows.
 
     Units are ranked by the bit-reversed interleaving of row and column (the order in which an
     ordered-dither matrix of Bayer fills), so that the kept ones of any ratio lie far apart.
 
-    :param frames: not looked at; selectors that look share this signature.
+    :param frames: not looked at, nor is the question; selectors that look share this signature.
     :param grid: (t, h, w) in patches.
     :param ratio: share to keep, (0, 1].
     :return: bool [t * h/2 * w/2], the same for every slice, at least one unit each.

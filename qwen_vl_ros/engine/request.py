@@ -13,8 +13,8 @@ from qwen_vl_ros.engine.prompt import PromptBuilder, VisualToken
 from qwen_vl_ros.engine.types import Request, Visual
 from qwen_vl_ros.frame import Frame
 
-#: Chooses units of a visual: (frames, grid in patches, share) -> bool [t * h/2 * w/2].
-Selector = Callable[[Sequence[Frame], Grid, float], np.ndarray]
+#: Chooses units of a visual: (frames, grid in patches, share, question) -> bool [t * h/2 * w/2].
+Selector = Callable[[Sequence[Frame], Grid, float, str], np.ndarray]
 
 
 def check_request(request: Request, builder: PromptBuilder) -> None:
@@ -42,12 +42,12 @@ def check_request(request: Request, builder: PromptBuilder) -> None:
 
 
 def plan_visual(
-    visual: Visual, ratio: float, selector: Selector, limits: tuple[int, int], factor: int,
+    visual: Visual, request: Request, selector: Selector, limits: tuple[int, int], factor: int,
 ) -> VisualToken:
     """
     Fix grid, kept units and content key of a visual, before its pixels are touched.
 
-    :param ratio: share of units to keep where the visual has no mask.
+    :param request: its keep_ratio counts where the visual has no mask.
     :param limits: pixels of the resized picture, least and most.
     :param factor: pixels along a side of a unit.
     :raises EngineError: BAD_REQUEST.
@@ -56,8 +56,8 @@ def plan_visual(
         raise EngineError(ErrorCode.BAD_REQUEST, 'a visual without frames; expected at least one')
     grid = grid_of(visual.frames, *limits, factor)
     keep = visual.keep
-    if keep is None and ratio < 1:
-        keep = selector(visual.frames, grid, ratio)
+    if keep is None and request.keep_ratio < 1:
+        keep = selector(visual.frames, grid, request.keep_ratio, request.question)
     total = grid[0] * grid[1] * grid[2] // 4
     if keep is not None:
         keep = np.asarray(keep)

@@ -12,9 +12,10 @@ import numpy as np
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.types import Done, Request, Visual
 from qwen_vl_ros.frame import Frame
-from qwen_vl_ros.roboscene.geometry import HEIGHT, WIDTH
+from qwen_vl_ros.roboscene.geometry import GRID_H, GRID_W, HEIGHT, UNITS, WIDTH
 from qwen_vl_ros.roboscene.items import Item, items
 from qwen_vl_ros.roboscene.render import render
+from qwen_vl_ros.saliency.select import make_selector, top_units
 
 #: 'none' shows the right picture, 'blind' a plain grey one, 'shuffled' that of another item.
 #: (A prompt without a picture would say nothing about guessing: the model was never trained on one
@@ -31,6 +32,7 @@ class Score:
     :param count: items asked.
     :param chance: what the best constant answer would get (see :func:`chance`).
     :param kept: vision tokens that the language model saw, mean of all items.
+    :param recall: share of the evidence units that were kept, mean of the items that have some.
     :param wrong: up to twenty (question, expected, said).
     """
 
@@ -41,6 +43,7 @@ class Score:
     count: int = 0
     chance: float = 0.0
     kept: float = 0.0
+    recall: float = 1.0
     wrong: list[tuple[str, str, str]] = field(default_factory=list)
 
     @property
@@ -95,40 +98,60 @@ def chance(family: str, drawn: Iterable[Item]) -> float:
     return sum(c.most_common(1)[0][1] for c in kinds.values()) / total if total else 0.0
 
 
-def say(engine: Engine, question: str, visuals: tuple[Visual, ...], keep_ratio: float
-        ) -> tuple[str, int]:
+def say(engine: Engine, question: str, visuals: tuple[Visual, ...]) -> tuple[str, int]:
     """Ask one question greedily; returns the text and the vision tokens kept."""
-    request = Request(question, visuals, max_new_tokens=32, keep_ratio=keep_ratio)
-    for event in engine.answer(request):
+    for event in engine.answer(Request(question, visuals, max_new_tokens=32)):
         if isinstance(event, Done):
             return event.answer.text, event.answer.vision_tokens_kept
     raise RuntimeError('the engine ended without an answer')
 
 
+def oracle(item: Item, frames: tuple[Frame, ...], ratio: float) -> np.ndarray:
+    """Keep the evidence of an item, filled up with units drawn at random from its seed."""
+    slices = len(item.scenes)
+    values = np.random.default_rng(item.seed).random(slices * UNITS) * 0.5
+    values[sorted(item.question.evidence)] += 1
+    return top_units(values.reshape(slices, GRID_H, GRID_W).astype(np.float32), ratio)
+
+
+def _by_name(select: str, seed: int) -> Callable[[Item, tuple[Frame, ...], float], np.ndarray]:
+    selector = make_selector(select, seed)
+    return lambda item, frames, ratio: selector(
+        frames, (len(item.scenes), 2 * GRID_H, 2 * GRID_W), ratio, item.question.text)
+
+
 def evaluate(engine: Engine, families: Iterable[str], *, split: str = 'test', count: int = 200,
              seed: int = 0, floor: str = 'none', keep_ratio: float = 1.0,
-             on_item: Callable[[], None] = lambda: None) -> Iterator[Score]:
+             select: str = 'saliency', on_item: Callable[[], None] = lambda: None
+             ) -> Iterator[Score]:
     """
     Score the engine, family by family.
 
     :param count: items a family; the items of a shorter run come first in a longer one.
     :param floor: one of :data:`FLOORS`.
-    :param keep_ratio: share of the vision tokens kept by the engine's selector.
+    :param keep_ratio: share of the units kept.
+    :param select: what chooses them: a name of :func:`saliency.select.make_selector`, or 'oracle',
+        which keeps the units that carry the evidence (the upper bound).
     :param on_item: called after each item (for a progress bar).
-    :raises ValueError: unknown family, split or floor.
+    :raises ValueError: unknown family, split, floor or selector.
     """
     if floor not in FLOORS:
         raise ValueError(f"floor '{floor}' is not one of {', '.join(FLOORS)}")
+    choose = oracle if select == 'oracle' else _by_name(select, seed)
     for family in families:
         drawn = list(items(family, split, count, seed))
         score = Score(family, split, floor, chance=chance(family, drawn))
         kept = 0
+        recall: list[float] = []
         for index, item in enumerate(drawn):
             frames = frames_of(drawn[index - 1] if floor == 'shuffled' else item)
             if floor == 'blind':
                 grey = np.full((HEIGHT, WIDTH, 3), 118, np.uint8)
                 frames = (Frame.from_rgb(grey),) * len(frames)
-            said, tokens = say(engine, item.question.text, (Visual(frames),), keep_ratio)
+            mask = None if keep_ratio >= 1 else choose(item, frames, keep_ratio)
+            if mask is not None and item.question.evidence:
+                recall.append(float(mask[sorted(item.question.evidence)].mean()))
+            said, tokens = say(engine, item.question.text, (Visual(frames, mask),))
             kept += tokens
             score.count += 1
             if said == item.question.answer:
@@ -137,4 +160,5 @@ def evaluate(engine: Engine, families: Iterable[str], *, split: str = 'test', co
                 score.wrong.append((item.question.text, item.question.answer, said))
             on_item()
         score.kept = kept / max(1, score.count)
+        score.recall = sum(recall) / len(recall) if recall else 1.0
         yield score

@@ -159,8 +159,8 @@ def test_a_keep_ratio_drops_units(engine, picture):
 def test_a_selector_is_asked_for_visuals_without_a_mask(folders, picture):
     seen = []
 
-    def first_row(frames, grid, ratio):
-        seen.append((len(frames), grid, ratio))
+    def first_row(frames, grid, ratio, question):
+        seen.append((len(frames), grid, ratio, question))
         return np.arange(192) < 16
 
     engine = Engine.load(str(folders['small']), device='cpu', selector=first_row)
@@ -168,7 +168,7 @@ def test_a_selector_is_asked_for_visuals_without_a_mask(folders, picture):
     request = Request(QUESTION, (Visual((frame,)), Visual((frame,), np.arange(192) < 5)),
                       max_new_tokens=1, keep_ratio=0.5)
     assert list(engine.answer(request))[-1].answer.vision_tokens_kept == 16 + 5
-    assert seen == [(1, (1, 24, 32), 0.5)]
+    assert seen == [(1, (1, 24, 32), 0.5, QUESTION)]
 
 
 def test_a_schema_shapes_the_answer(engine, picture):
