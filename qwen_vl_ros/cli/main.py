@@ -25,6 +25,7 @@ COMMANDS = (
     'eval',
     'doctor',
     'roofline',
+    'sensors',
 )
 
 DESCRIPTION = '''\
