@@ -264,7 +264,7 @@ class Engine:
         yield Done(Answer(
             said, state.reason, tuple(state.ids), state.confidence,
             sum(v.total for v in shown), sum(v.kept for v in shown), prompt.ids.size, timeline,
-            state.margin))
+            state.margin, tuple(v.unit_map for v in visuals)))
 
     def _plan(self, request: Request) -> tuple[VisualToken, ...]:
         limits = (self.options.min_pixels, self.info.max_pixels)

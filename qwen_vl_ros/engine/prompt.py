@@ -33,6 +33,15 @@ class VisualToken:
     frames: tuple[Frame, ...] = ()
 
     @property
+    def unit_map(self) -> np.ndarray:
+        """Return which units of the last slice are kept, bool [h / 2, w / 2]."""
+        kept = np.ones(self.total, np.bool_)
+        if self.units is not None:
+            kept[:] = False
+            kept[self.units] = True
+        return kept.reshape(self.grid[0], self.grid[1] // 2, self.grid[2] // 2)[-1]
+
+    @property
     def total(self) -> int:
         """Return the merged tokens before dropping."""
         return self.grid[0] * self.grid[1] * self.grid[2] // 4

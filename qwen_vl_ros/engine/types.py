@@ -73,6 +73,8 @@ class Answer:
     :param prompt_tokens: length of the prompt as prefilled, cached prefix included.
     :param timeline: the stages with their times and bytes.
     :param margin: logit distance of best and second-best token at the first answer position.
+    :param kept_units: for each visual of the request, bool [rows, columns] of the units of its
+        last frames, in the picture's own arrangement.
     """
 
     text: str
@@ -84,6 +86,7 @@ class Answer:
     prompt_tokens: int
     timeline: Timeline = field(repr=False)
     margin: float = float('nan')
+    kept_units: tuple[np.ndarray, ...] = field(default=(), repr=False, compare=False)
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,17 @@ import math
 import platform
 import re
 import sys
-from collections.abc import Iterable
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.measure.jetson import Throttle
+from qwen_vl_ros.measure.nvml import Nvml, UnavailableError
+from qwen_vl_ros.measure.samples import Sample, merge
+from qwen_vl_ros.measure.sysfs import NOT_PERMITTED, Sysfs
 
 UNAVAILABLE = 'unavailable'
-
-GPU_LOADS = ('sys/devices/gpu.0/load', 'sys/devices/platform/gpu.0/load',
-             'sys/devices/platform/bus@0/17000000.gpu/load',
-             'sys/devices/platform/17000000.gpu/load')
 
 #: Memory bandwidth of modules by their name, 1e9 bytes/s (NVIDIA's data sheets).
 PEAK_GB_S = {'AGX Orin': 204.8, 'Orin NX': 102.4, 'Orin Nano': 68.0}
@@ -26,10 +27,6 @@ def _read(path: Path) -> str:
         return path.read_text(errors='replace').strip().strip('\0')
     except OSError:
         return ''
-
-
-def _first(values: Iterable[str]) -> str:
-    return next((value for value in values if value), UNAVAILABLE)
 
 
 def hardware_id(root: Path = Path('/')) -> str:
@@ -67,13 +64,57 @@ def explain_failed_load(error: Exception) -> str:
     return f'{sentence} ({memory_facts()})' if short else sentence
 
 
+class Board:
+    """
+    The sensors that diagnostics report.
+
+    :param root: of the file system.
+    :param throttle: judges heat and over-current, with hysteresis.
+    """
+
+    def __init__(self, root: Path = Path('/'), throttle: Throttle | None = None) -> None:
+        self.throttle = throttle or Throttle()
+        self._sources: list[Sysfs | Nvml] = [Sysfs(root)]
+        with suppress(UnavailableError):
+            self._sources.append(Nvml())
+
+    def read(self) -> tuple[dict[str, str], str]:
+        """Return values by diagnostics key, and why the board is throttled; never raises."""
+        sample = merge([source.read() for source in self._sources], time.monotonic_ns())
+        reason = self.throttle.update(sample)
+        judged = sample.throttled is not None or sample.junction_c is not None or (
+            sample.over_current is not None)
+        return values_of(sample) | {
+            'throttled': reason or ('no' if judged else UNAVAILABLE)}, reason
+
+
 def device_values(root: Path = Path('/')) -> dict[str, str]:
-    """Return memory, load, temperature and power mode by diagnostics key; never raises."""
+    """Return what the kernel's files say, by diagnostics key; never raises."""
+    return values_of(Sysfs(root).read())
+
+
+def values_of(sample: Sample) -> dict[str, str]:
+    """Return a sample by diagnostics key; what is not known says why, where that helps."""
+    def text(name: str, value: float | None, form: str) -> str:
+        if value is not None:
+            return format(value, form)
+        return NOT_PERMITTED if sample.whys.get(name) == NOT_PERMITTED else UNAVAILABLE
+
     used, total = _gpu_memory()
+    if UNAVAILABLE in (used, total):
+        used = text('', sample.gpu_memory_used_mb, '.0f')
+        total = text('', sample.gpu_memory_total_mb, '.0f')
+    busy, emc = sample.gpu_percent, sample.emc_percent
     return {
         'gpu_memory_used_mb': used, 'gpu_memory_total_mb': total,
-        'gpu_load': _gpu_load(root), 'temperature_c': _temperature(root),
-        'power_mode': _power_mode(root)}
+        'gpu_load': text('gpu_percent', None if busy is None else busy / 100, '.3f'),
+        'gpu_clock_mhz': text('gpu_mhz', sample.gpu_mhz[0] if sample.gpu_mhz else None, '.0f'),
+        'memory_load': text('emc_percent', None if emc is None else emc / 100, '.3f'),
+        'memory_clock_mhz': text('emc_mhz', sample.emc_mhz, '.0f'),
+        'power_w': text('power_mw', None if sample.total_mw is None else sample.total_mw / 1e3,
+                        '.2f'),
+        'temperature_c': text('temperatures', sample.junction_c, '.1f'),
+        'power_mode': sample.power_mode or UNAVAILABLE}
 
 
 def _gpu_memory() -> tuple[str, str]:
@@ -86,25 +127,3 @@ def _gpu_memory() -> tuple[str, str]:
     except Exception:
         return UNAVAILABLE, UNAVAILABLE
     return str((total - free) >> 20), str(total >> 20)
-
-
-def _gpu_load(root: Path) -> str:
-    """Return the GPU's load, 0 to 1; Jetson's file counts in thousandths."""
-    text = _first(_read(root / path) for path in GPU_LOADS)
-    return f'{int(text) / 1000:.3f}' if text.isdigit() else UNAVAILABLE
-
-
-def _temperature(root: Path) -> str:
-    """Return the hottest sensor in degrees; -256 is how a Jetson says that a sensor is off."""
-    hottest = []
-    for zone in sorted(root.glob('sys/class/thermal/thermal_zone*')):
-        text = _read(zone / 'temp')
-        if re.fullmatch(r'-?\d+', text) and int(text) > -200_000:
-            hottest.append(int(text) / 1000)
-    return f'{max(hottest):.1f}' if hottest else UNAVAILABLE
-
-
-def _power_mode(root: Path) -> str:
-    """Return the number of nvpmodel's mode."""
-    found = re.search(r'pmode:0*(\d+)', _read(root / 'var/lib/nvpmodel/status'))
-    return found[1] if found else UNAVAILABLE

@@ -13,7 +13,7 @@ from diagnostic_msgs.msg import DiagnosticArray, DiagnosticStatus, KeyValue
 
 from qwen_vl_ros.engine.errors import ErrorCode
 from qwen_vl_ros.node.cameras import CameraInput
-from qwen_vl_ros.node.device import device_values
+from qwen_vl_ros.node.device import Board
 from qwen_vl_ros.node.messages import decode_rates
 from qwen_vl_ros.node.parameters import Settings
 from qwen_vl_ros.node.requests import Job, Outcome
@@ -120,6 +120,7 @@ class Reporter:
         self._statistics = statistics
         self._peak_gb_s = peak_gb_s
         self._rejected: dict[str, int] = {}
+        self._board = Board()
 
     def report(self, facts: Facts, settings: Settings) -> DiagnosticArray:
         """Return all statuses, without a stamp."""
@@ -136,7 +137,9 @@ class Reporter:
             self._rejected[camera.name] = counts.rejected
             found[f'{camera.name} topic status'] = camera_status(
                 camera, counts, lately, settings)
-        found['device'] = device_status()
+        self._board.throttle.warn_c = settings.diagnostics_max_temperature_c
+        found['device'] = device_status(
+            self._board, quantile(self._statistics.series('latency'), 0.5))
         return DiagnosticArray(status=[
             status(f'{self._name}: {name}', self._hardware_id, *parts)
             for name, parts in found.items()])
@@ -240,9 +243,16 @@ def _camera_health(camera: CameraInput, counts: CameraCounts, rejected_lately: b
     return OK, f'{rates.node_hz:.1f} frames/s'
 
 
-def device_status() -> tuple[bytes, str, dict[str, Any]]:
-    """Return level, sentence and values of the status ``device``."""
-    values = device_values()
+def device_status(board: Board, latency_ms: float) -> tuple[bytes, str, dict[str, Any]]:
+    """
+    Return level, sentence and values of the status ``device``.
+
+    :param latency_ms: median of the newest answers, which a throttled board is named with.
+    """
+    values, throttled = board.read()
+    if throttled:
+        return WARN, throttled + (
+            '' if math.isnan(latency_ms) else f'; median latency {latency_ms:.0f} ms'), values
     used, total = values['gpu_memory_used_mb'], values['gpu_memory_total_mb']
     if used.isdigit() and total.isdigit() and int(used) > 0.95 * int(total):
         return WARN, f'{used} of {total} MB of GPU memory are in use', values

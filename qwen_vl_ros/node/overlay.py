@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from array import array
-from typing import Any
 
 import cv2
 import numpy as np
 from sensor_msgs.msg import CompressedImage, Image
 from std_msgs.msg import Header
+
+from qwen_vl_ros.engine.types import Answer
 
 FONT = cv2.FONT_HERSHEY_SIMPLEX
 WHITE, YELLOW = (255, 255, 255), (0, 220, 255)
@@ -80,7 +81,7 @@ def jpeg_message(bgr: np.ndarray, header: Header) -> CompressedImage:
     return CompressedImage(header=header, format='bgr8; jpeg compressed bgr8', data=data)
 
 
-def kept_units(answer: Any) -> np.ndarray | None:
-    """Return bool [rows, columns] of the first picture's kept units, where the engine tells."""
-    mask = getattr(answer, 'kept_units', None)
-    return mask[0] if mask else None
+def kept_units(answer: Answer) -> np.ndarray | None:
+    """Return bool [rows, columns] of the first picture's kept units; ``None`` if all are."""
+    kept = answer.kept_units[0] if answer.kept_units else None
+    return None if kept is None or kept.all() else kept

@@ -146,6 +146,10 @@ class Settings:
         'diagnostics.min_bandwidth_utilization', 0.0, LIVE,
         'Warn when decoding uses a smaller share of the memory bandwidth. 0 never warns.',
         low=0.0, high=1.0)
+    diagnostics_max_temperature_c: float = parameter(
+        'diagnostics.max_temperature_c', 95.0, LIVE,
+        'Warn from this junction temperature on, until it is 5 degrees lower. 0 never warns.',
+        low=0.0, high=150.0)
     diagnostics_stale_after_s: float = parameter(
         'diagnostics.stale_after_s', 3.0, LIVE,
         'A camera without a frame for this long is STALE.', low=0.1, high=3600.0)

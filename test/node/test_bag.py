@@ -7,12 +7,15 @@ What the node answers has to be what the replay, which reads the same bag in cod
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from builtin_interfaces.msg import Duration
 from harness import PATIENCE_S, wait_for
 from qwen_vl_msgs.action import AnswerQuestion
+from sensor_msgs.msg import Image
 
 pytestmark = pytest.mark.ros
 ROOT = Path(__file__).parents[2]
@@ -88,6 +91,15 @@ def test_the_node_answers_about_a_played_bag_as_the_replay_does(
         assert metrics.total >= metrics.time_to_first_token and metrics.vision_tokens_in > 0
         said.append(answer.text)
         right += answer.text.strip(' .').lower() == str(question['expected']).lower()
+    saliency = client.collect(Image, '/qwen_vl/saliency', 1)
+    time.sleep(0.5)
+    result = client.result(client.send_goal(asked[-1]['question'], keep_ratio=0.5), 60)[1]
+    kept = result.answer.metrics.vision_tokens_kept / result.answer.metrics.vision_tokens_in
+    assert 0.45 < kept < 0.55
+    wait_for(lambda: saliency)
+    shown = np.frombuffer(saliency[0].data, np.uint8)
+    assert set(shown) == {64, 255} and (saliency[0].width, saliency[0].height) == (448, 336)
+    assert abs((shown == 255).mean() - kept) < 0.02
     assert said == replayed
     assert right >= len(asked) // 2, list(zip(asked, said))
     assert 'Traceback' not in node.output

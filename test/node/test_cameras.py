@@ -1,6 +1,7 @@
 """Cameras over DDS: every frame arrives, QoS fits, and what is wrong is named."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -48,6 +49,27 @@ def test_all_raw_full_hd_frames_arrive(start_node, programs, client, reliability
     _, _, values = client.await_status(
         STATUS, lambda level, message, values: int(values['frames_received']) == 90)
     assert values['publisher_qos'] == f'{reliability} VOLATILE'
+
+
+def test_memory_does_not_grow_with_frames_while_busy(start_node, programs, client):
+    node = start_node(continuous__enable='true', continuous__rate_hz=20.0,
+                      continuous__question='"words=2 delay=0.1"')
+    client.collect(Image, '/qwen_vl/overlay', 1)
+    programs('publish_frames.py', 1920, 1080, 30, 0, 'BEST_EFFORT')
+
+    def answers():
+        status = client.status('inference')
+        return int(status[2]['answers_total']) if status else 0
+
+    def resident_mb():
+        text = Path(f'/proc/{node.process.pid}/status').read_text()
+        return int(text.split('VmRSS:')[1].split()[0]) / 1024
+
+    wait_for(lambda: answers() > 8)
+    before = resident_mb()
+    wait_for(lambda: answers() > 30)
+    # A leak of one picture an answer would be 130 MB, one a frame far more.
+    assert resident_mb() - before < 50
 
 
 def test_incompatible_qos_is_an_error_with_the_policys_name(start_node, client):

@@ -1,13 +1,18 @@
 """What a board says about itself, and what it does not say."""
 
+from pathlib import Path
+
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.measure.jetson import Throttle
 from qwen_vl_ros.node.device import (
     UNAVAILABLE,
+    Board,
     device_values,
     explain_failed_load,
     hardware_id,
     memory_facts,
 )
+from qwen_vl_ros.node.diagnostics import OK, WARN, device_status
 
 
 def test_a_machine_that_says_nothing_is_unavailable_everywhere(tmp_path):
@@ -46,6 +51,45 @@ def test_unreadable_values_are_unavailable_not_zero(tmp_path):
     load.parent.mkdir(parents=True)
     load.write_text('n/a')
     assert device_values(tmp_path)['gpu_load'] == UNAVAILABLE
+
+
+def test_a_hot_board_warns_with_its_latency_and_ends_with_hysteresis(tmp_path):
+    zone = tmp_path / 'sys/class/thermal/thermal_zone0'
+    zone.mkdir(parents=True)
+    (zone / 'type').write_text('tj-thermal')
+    board = Board(tmp_path, Throttle(warn_c=95))
+    said = []
+    for degrees in (94, 96, 91, 89):
+        (zone / 'temp').write_text(f'{degrees}000')
+        level, sentence, values = device_status(board, 812.4)
+        said.append((level, values['throttled'] != 'no'))
+    assert said == [(OK, False), (WARN, True), (WARN, True), (OK, False)]
+    (zone / 'temp').write_text('99000')
+    _, sentence, values = device_status(board, 812.4)
+    assert '99.0 degrees' in sentence and 'median latency 812 ms' in sentence
+    assert 'latency' not in device_status(board, float('nan'))[1]
+
+
+def test_over_current_is_named(tmp_path):
+    count = tmp_path / 'sys/class/hwmon/hwmon3/oc2_event_cnt'
+    count.parent.mkdir(parents=True)
+    board = Board(tmp_path)
+    for events, level in ((4, OK), (5, WARN)):
+        count.write_text(str(events))
+        assert device_status(board, 1.0)[0] == level
+    assert 'over-current' in board.read()[1]
+
+
+def test_a_value_of_root_is_not_permitted(tmp_path, monkeypatch):
+    read_text = Path.read_text
+
+    def refuse(path, *args, **more):
+        if 'debug' in str(path):
+            raise PermissionError(13, 'Permission denied')
+        return read_text(path, *args, **more)
+
+    monkeypatch.setattr(Path, 'read_text', refuse)
+    assert device_values(tmp_path)['memory_load'] == 'not permitted'
 
 
 def test_a_load_that_lacked_memory_says_what_there_was():
