@@ -14,7 +14,7 @@ from typing import Any
 from qwen_vl_ros.cli.common import CliError
 
 DESCRIPTION = '''\
-Memory bandwidth in use, GPU load and clocks, power, temperature and throttling, every 100 ms on one
+Memory bandwidth in use, GPU load, clocks, power, temperature and throttling, every 100 ms on one
 clock. Sources, each optional: tegrastats, jtop (jetson_stats), kernel files, NVML. What none of
 them knows is '-', never 0, and the end says why: the memory controller's load, for example, is
 readable by root only.'''
