@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +15,9 @@ from qwen_vl_ros.engine.layers import Linear, activate, inverse_frequencies, rot
 from qwen_vl_ros.engine.patches import IMAGE_MEAN, IMAGE_STD
 
 EPS = 1e-6
+
+#: Called with (index of the block, segment lengths, q, k), q and k [heads, n, head_dim] rotated.
+Probe = Callable[[int, list[int], Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class VisionEncoder:
 
     def encode(
         self, patches: Tensor, grid: tuple[int, int, int], units: Tensor | None = None,
+        probe: Probe | None = None,
     ) -> Tensor:
         """
         Encode one still or clip.
@@ -79,6 +85,7 @@ class VisionEncoder:
             patches 4u to 4u+3 make unit u. On the encoder's device.
         :param grid: (t, h, w) in patches.
         :param units: int64, indices of the units to keep in any order; ``None`` keeps all.
+        :param probe: is shown the rotated queries and keys of every block; it changes nothing.
         :return: [kept units, out_width] in raster order, the encoder's dtype.
         """
         t, h, w = grid
@@ -97,8 +104,8 @@ class VisionEncoder:
             return torch.zeros(0, self.config.out_width, dtype=self.dtype, device=self.device)
         x = self.embed(patches)
         cos, sin = rotary_tables(spots, self.config.head_dim, self.config.theta)
-        for block in self.blocks:
-            x = self.block(x, block, cos, sin, segments)
+        for index, block in enumerate(self.blocks):
+            x = self.block(x, block, cos, sin, segments, probe and partial(probe, index, segments))
         return self.merge(x)
 
     def embed(self, patches: Tensor) -> Tensor:
@@ -116,6 +123,7 @@ class VisionEncoder:
 
     def block(
         self, x: Tensor, block: VisionBlock, cos: Tensor, sin: Tensor, segments: list[int],
+        probe: Callable[[Tensor, Tensor], None] | None = None,
     ) -> Tensor:
         """Run one block; x [n, width], cos and sin float32 [n, head_dim]."""
         cfg = self.config
@@ -124,6 +132,8 @@ class VisionEncoder:
         q, k, v = block.qkv(y).reshape(n, 3, cfg.heads, cfg.head_dim).permute(1, 2, 0, 3).unbind(0)
         q = rotate(q.float(), cos, sin).to(x.dtype)
         k = rotate(k.float(), cos, sin).to(x.dtype)
+        if probe is not None:
+            probe(q, k)
         y = segment_attention(q, k, v, segments)
         x = x + block.proj(y.transpose(0, 1).reshape(n, cfg.width))
         y = F.layer_norm(x, (cfg.width,), *block.norm2, EPS)
