@@ -208,6 +208,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
                         help='refuse frames older than this at their key frame')
     parser.add_argument('--report', type=Path, metavar='DIR',
                         help='write report.json and report.html there')
+    parser.add_argument('--trace', type=Path, metavar='FILE',
+                        help='write the stages of all answers as a trace for ui.perfetto.dev')
     parser.add_argument('--title', metavar='TEXT', help='heading of the report')
     parser.add_argument('--compare', type=Path, metavar='REPORT',
                         help='also compare with this report.json of an earlier run')
@@ -253,6 +255,8 @@ def run(args: argparse.Namespace) -> int:
             + ', '.join(t.name for t in topics))
     if args.report:
         paths = write_report(args.report, report, exchanges)
+    if args.trace:
+        _write_trace(args.trace, exchanges)
     comparison = compare(before, report) if before else None
     if args.json:
         print(json.dumps(report if comparison is None else report | {'comparison': comparison},
@@ -264,7 +268,19 @@ def run(args: argparse.Namespace) -> int:
             print('\n' + format_comparison(comparison))
         if args.report:
             print(f'report {paths[0]} and {paths[1].name}')
+        if args.trace:
+            print(f'trace  {args.trace} (open in ui.perfetto.dev)')
     return 0 if all(e.answer for e in exchanges) else 1
+
+
+def _write_trace(path: Path, exchanges: Sequence[Exchange]) -> None:
+    from qwen_vl_ros.measure.trace import write_trace
+
+    try:
+        write_trace(path, [e.timeline | {'title': f'{number} {e.question}'}
+                           for number, e in enumerate(exchanges, 1)])
+    except OSError as error:
+        raise CliError(f'cannot write {path}: {error.strerror}') from None
 
 
 def closing(report: dict[str, Any]) -> str:

@@ -100,6 +100,23 @@ class Timeline:
         ends = [s.end_ns for s in self.spans if s.name == 'first_token']
         return (ends[0] - self.start_ns) / 1e6 if ends else float('nan')
 
+    def busy_ms(self) -> float:
+        """
+        Return the time from creation to the last end in which at least one stage ran.
+
+        Overlapping stages count once; ``image_age``, which lies before the request, not at all.
+        """
+        covered, reached = 0, self.start_ns
+        for span in self.spans:
+            if span.name != 'image_age' and span.end_ns > reached:
+                covered += span.end_ns - max(span.start_ns, reached)
+                reached = span.end_ns
+        return covered / 1e6
+
+    def unaccounted_ms(self) -> float:
+        """Return the part of :meth:`total_ms` in which no stage ran: what nobody measures."""
+        return max(0.0, self.total_ms() - self.busy_ms())
+
     def to_dict(self) -> dict[str, Any]:
         """Return the timeline as JSON-ready data; times in milliseconds from its start."""
         return {

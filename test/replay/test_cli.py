@@ -246,3 +246,14 @@ def test_topic_without_messages(quick, tmp_path, capsys):
     both = ['--topic', '/left/image_raw', '--topic', '/right/image_raw']
     assert "no image topic '/right/image_raw'" in failing(
         capsys, 'replay', tmp_path / 'bag', '-q', 'What?', *both, *quick)
+
+
+def test_replay_writes_a_trace(bags, quick, tmp_path, capsys):
+    path = tmp_path / 'trace.json'
+    words = ['replay', str(bags['mcap']), '-q', 'What?', '--limit', '2', *quick]
+    assert main([*words, '--trace', str(path)]) == 0
+    assert 'ui.perfetto.dev' in capsys.readouterr().out
+    events = json.loads(path.read_text())['traceEvents']
+    assert {'encode', 'prefill'} <= {e['name'] for e in events if e['ph'] == 'X'}
+    assert main([*words, '--trace', '/nowhere/trace.json']) == 2
+    assert '/nowhere/trace.json' in capsys.readouterr().err
