@@ -32,8 +32,12 @@ def default_model() -> Path | None:
         return None
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which model answers, where, and how."""
+def add_model_arguments(parser: argparse.ArgumentParser, extra_selector: str = '') -> None:
+    """
+    Add the options that say which model answers, where, and how.
+
+    :param extra_selector: a value of ``--select`` that only this command knows, with its help.
+    """
     group = parser.add_argument_group('model')
     group.add_argument(
         '--model', metavar='PATH', default=os.environ.get('QWEN_VL_MODEL'),
@@ -66,6 +70,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument('--keep-ratio', type=float, default=1.0, metavar='R',
                        help='share of the vision tokens kept, over 0 to 1; less than 1 may change '
                             'answers (%(default)s)')
+    group.add_argument('--select', default='saliency', metavar='NAME',
+                       help='what chooses the tokens that are kept: saliency, gradient, contrast, '
+                            f'uniform or random{extra_selector} (%(default)s)')
 
 
 def ask_options(args: argparse.Namespace) -> AskOptions:
@@ -92,11 +99,18 @@ def load_engine(args: argparse.Namespace) -> Engine:
 
         torch.set_num_threads(args.threads)
     from qwen_vl_ros.engine.engine import Engine
+    from qwen_vl_ros.saliency.select import make_selector
 
+    try:
+        # eval makes its own masks for 'oracle'.
+        known = args.command == 'eval' and args.select == 'oracle'
+        selector = make_selector('uniform' if known else args.select, args.seed)
+    except ValueError as error:
+        raise CliError(f'--select: {error}') from error
     return Engine.load(
         str(path), device=args.device, dtype=args.dtype, quantization=args.quantization,
         max_context=args.max_context, min_pixels=args.min_pixels, max_pixels=args.max_pixels,
-        allow_download=args.allow_download)
+        allow_download=args.allow_download, selector=selector)
 
 
 def model_dict(engine: Engine) -> dict[str, Any]:

@@ -42,15 +42,11 @@ def add_parser(subparsers) -> None:
                         help='which scenes (%(default)s)')
     parser.add_argument('--floor', default='none', choices=('none', 'blind', 'shuffled'),
                         help='show a grey picture, or that of another item (%(default)s)')
-    parser.add_argument('--select', default='saliency', metavar='NAME',
-                        help='what chooses the units under --keep-ratio 1: saliency, gradient, '
-                             'contrast, uniform, random, or oracle, which knows where the '
-                             'evidence is (%(default)s)')
     parser.add_argument('--scene-seed', type=int, default=0, metavar='SEED',
                         help='another seed, other items (%(default)s)')
     parser.add_argument('--json', metavar='FILE', help="write records as JSON; '-' is stdout")
     parser.add_argument('--wrong', action='store_true', help='list answers that were wrong')
-    add_model_arguments(parser)
+    add_model_arguments(parser, ', or oracle, which knows where the evidence is')
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +57,6 @@ def run(args: argparse.Namespace) -> int:
     from qwen_vl_ros.roboscene.evaluate import evaluate
     from qwen_vl_ros.roboscene.items import HELD_OUT_FAMILIES
     from qwen_vl_ros.roboscene.questions import FAMILIES
-    from qwen_vl_ros.saliency.select import make_selector
 
     if args.items < 1:
         raise CliError(f'--items is {args.items}; expected at least 1')
@@ -73,11 +68,6 @@ def run(args: argparse.Namespace) -> int:
                            f"(split {args.split})")
     if not 0 < args.keep_ratio <= 1:
         raise CliError(f'--keep-ratio is {args.keep_ratio}; expected over 0 to 1')
-    if args.select != 'oracle':
-        try:
-            make_selector(args.select)
-        except ValueError as error:
-            raise CliError(f'--select: {error}, oracle') from error
     engine = load_engine(args)
     out = sys.stderr if args.json == '-' else sys.stdout
     info = model_dict(engine)

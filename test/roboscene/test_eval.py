@@ -1,0 +1,63 @@
+"""``qwen_vl eval``: the table, the records, and what bad input gets."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from qwen_vl_ros.cli.main import main
+from qwen_vl_ros.roboscene.evaluate import chance, wilson
+from qwen_vl_ros.roboscene.items import items
+
+
+def test_records_and_table(tmp_path, capsys):
+    out = tmp_path / 'out.json'
+    assert main(['eval', '--items', '3', '--family', 'number', 'far', '--json', str(out)]) == 0
+    shown = capsys.readouterr().out
+    records = json.loads(out.read_text())
+    assert [r['case']['family'] for r in records] == ['number', 'far']
+    for record in records:
+        assert record['stage'] == 'eval' and record['metric'] == 'accuracy'
+        assert record['kind'] == 'measured' and record['runs'] == 3
+        low, high = record['interval']
+        assert low <= record['value'] <= high
+        assert record['kept_tokens'] == 192 and record['case']['select'] == 'all'
+        assert f"{record['case']['family']:<10} {record['value']:>8.3f}" in shown
+    assert 'mean' in shown
+
+
+def test_dropping_is_counted(capsys):
+    assert main(['eval', '--items', '2', '--family', 'number', '--keep-ratio', '0.33',
+                 '--select', 'oracle', '--json', '-']) == 0
+    record, = json.loads(capsys.readouterr().out)
+    assert record['kept_tokens'] == 72 and record['evidence_recall'] == 1
+    assert record['case']['select'] == 'oracle'
+
+
+@pytest.mark.parametrize(('words', 'expected'), [
+    (['--items', '0'], '--items is 0'),
+    (['--family', 'smell'], "--family 'smell' is not one of attribute"),
+    (['--family', 'path', '--split', 'heldout'], "--family 'path' is not one of"),
+    (['--keep-ratio', '0'], '--keep-ratio is 0'),
+    (['--select', 'magic'], "selector 'magic' is not one of"),
+    (['--model', '/nowhere'], '/nowhere'),
+    (['--items', '1', '--family', 'far', '--json', '/nowhere/x.json'], 'cannot write'),
+])
+def test_bad_input_is_named(words, expected, capsys):
+    assert main(['eval', *words]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_wilson_interval_of_known_shares():
+    assert wilson(0, 0) == (0.0, 1.0)
+    low, high = wilson(183, 200)
+    assert (round(low, 3), round(high, 3)) == (0.868, 0.946)
+    assert wilson(10, 10)[1] == pytest.approx(1.0) and wilson(0, 10)[0] == 0.0
+
+
+def test_chance_is_the_best_constant_answer():
+    drawn = list(items('relation', 'test', 40))
+    yes = sum(i.question.answer == 'yes' for i in drawn) / 40
+    assert chance('relation', drawn) == max(yes, 1 - yes)
+    assert chance('number', []) == 0.0
