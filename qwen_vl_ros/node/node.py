@@ -86,8 +86,7 @@ class QwenVlNode(LifecycleNode):
         self.create_service(SetBool, '~/enable', self._on_enable, callback_group=group)
         self.create_service(
             Trigger, '~/reset_session', self._on_reset_session, callback_group=group)
-        self.create_subscription(
-            String, '~/question', self._on_question, 10, callback_group=group)
+        self.create_subscription(String, '~/question', self._on_question, 10, callback_group=group)
         self._actions = ActionServer(
             self, AnswerQuestion, '~/answer_question', self._on_goal, callback_group=group,
             cancel_callback=self._on_cancel, result_timeout=int(MAX_DEADLINE_S) + 30)
@@ -150,10 +149,10 @@ class QwenVlNode(LifecycleNode):
             self._load_time_s = time.monotonic() - started
             self.state = 'inactive'
             info = engine.info
+            self.publications.export(self.settings, info.name)
             self.get_logger().info(
-                f'model {info.name} on {info.device} in {info.dtype}, '
-                f'{info.weight_bytes / 2**20:.0f} MiB of weights, '
-                f'loaded in {self._load_time_s:.1f} s')
+                f'model {info.name} on {info.device} in {info.dtype}, {info.weight_bytes >> 20} '
+                f'MiB of weights, loaded in {self._load_time_s:.1f} s')
             return SUCCESS
 
     def _publish_model_info(self) -> None:
@@ -226,6 +225,7 @@ class QwenVlNode(LifecycleNode):
         with self._switching:
             self._close()
             self._actions.destroy()
+            self.publications.export(None)
 
     # Questions
 

@@ -157,6 +157,14 @@ class Settings:
         'diagnostics.expected_hz', 0.0, LIVE,
         'Frame rate that cameras should have; fewer than 80 % of it is a warning. 0: any.',
         low=0.0, high=1000.0)
+    export_otel: bool = parameter(
+        'export.otel', False, CONFIGURE,
+        'Send traces and metrics by OpenTelemetry (OTLP over HTTP) to the collector that the '
+        'variables OTEL_EXPORTER_OTLP_* name. Needs the opentelemetry packages.')
+    export_prometheus_port: int = parameter(
+        'export.prometheus_port', 0, CONFIGURE,
+        'Port of 127.0.0.1 that shows counters to Prometheus. 0 is off. Needs prometheus-client.',
+        low=0, high=65535)
     autostart: bool = parameter(
         'autostart', True, CONFIGURE, 'Configure and activate by itself at start.')
 

@@ -12,8 +12,10 @@ from std_msgs.msg import String
 
 from qwen_vl_ros.engine.errors import ErrorCode
 from qwen_vl_ros.engine.types import Delta, Stage
+from qwen_vl_ros.measure.export import Exports, Finished, open_exports
 from qwen_vl_ros.node import overlay
 from qwen_vl_ros.node.messages import answer_message, chunk_message, header_of
+from qwen_vl_ros.node.parameters import Settings
 from qwen_vl_ros.node.requests import Job, Outcome, Queued
 
 
@@ -37,10 +39,38 @@ class Publications:
         self._overlay_jpeg = node.create_publisher(CompressedImage, '~/overlay/compressed', 1)
         self._saliency = node.create_publisher(Image, '~/saliency', 1)
         self._numbers: dict[Job, int] = {}
+        self._exports = Exports(())
+        self._model = ''
 
     def model_info(self, message: ModelInfo) -> None:
         """Publish the facts about the model, also for those who come later."""
         self._model_info.publish(message)
+
+    def export(self, settings: Settings | None, model: str = '') -> None:
+        """
+        Open the exports that the settings ask for; those open before are closed.
+
+        :param settings: ``None`` opens none.
+        :param model: name of the model that answers.
+        """
+        self._exports.close()
+        self._exports, self._model = Exports(()), model
+        if settings is not None:
+            self._exports = open_exports(
+                otel=settings.export_otel, prometheus_port=settings.export_prometheus_port,
+                ros2_tracing=True)
+
+    def _tell_exports(self, job: Job, event: Stage | Outcome) -> None:
+        if isinstance(event, Stage):
+            self._exports.entered(job.question.question_id, event.name)
+            return
+        answer = event.answer
+        cameras = ','.join(frame.camera for frame in job.frames if frame.camera)
+        self._exports.finished(Finished(
+            job.timeline, event.code.name.lower(), answer.finish_reason if answer else '',
+            answer.prompt_tokens if answer else 0, len(answer.token_ids) if answer else 0,
+            answer.vision_tokens_in if answer else 0, answer.vision_tokens_kept if answer else 0,
+            self._model, {'source': job.question.source, 'camera': cameras}))
 
     def event(self, job: Job, event: Queued | Stage | Delta | Outcome, *, pictures: bool) -> None:
         """
@@ -58,6 +88,9 @@ class Publications:
             if pictures:
                 self._pictures(job, event)
             job.timeline.add('publish', start_ns, time.monotonic_ns())
+            self._tell_exports(job, event)
+        elif isinstance(event, Stage):
+            self._tell_exports(job, event)
 
     def _chunk(self, job: Job, delta: str, done: bool = False) -> None:
         number = self._numbers.get(job, 0)

@@ -1,0 +1,174 @@
+"""Questions as OpenTelemetry traces and metrics, sent by OTLP over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from typing import Any
+
+from qwen_vl_ros import __version__
+from qwen_vl_ros.measure.export import CLOSE_S, ExportError, Finished
+
+LOG = logging.getLogger(__name__)
+
+PACKAGES = 'opentelemetry-sdk opentelemetry-exporter-otlp-proto-http'
+
+
+class OpenTelemetry:
+    """
+    A trace a question and metrics, through the official SDK.
+
+    Attribute and metric names follow OpenTelemetry's conventions for generative AI where there is
+    one.
+
+    :param span_exporter: and ``metric_reader``: stand-ins for the OTLP ones.
+    :raises ExportError: without the packages.
+    """
+
+    def __init__(self, service: str, span_exporter: Any = None, metric_reader: Any = None) -> None:
+        try:
+            from opentelemetry.sdk.metrics import MeterProvider
+            from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            if span_exporter is None or metric_reader is None:
+                from opentelemetry.exporter.otlp.proto.http.metric_exporter import (
+                    OTLPMetricExporter,
+                )
+                from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        except ImportError as error:
+            raise ExportError(f'OpenTelemetry is asked for but {error.name} is missing: '
+                              f'pip install {PACKAGES}') from None
+        _hush()
+        self._said = _Once('the OpenTelemetry collector')
+        if span_exporter is None:
+            span_exporter = _watched(OTLPSpanExporter(), self._said)
+        if metric_reader is None:
+            metric_reader = PeriodicExportingMetricReader(
+                _watched(OTLPMetricExporter(), self._said), export_interval_millis=10_000)
+        resource = Resource.create({'service.name': service, 'service.version': __version__})
+        self._traces = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._traces.add_span_processor(BatchSpanProcessor(span_exporter))
+        self._metrics = MeterProvider([metric_reader], resource=resource, shutdown_on_exit=False)
+        self._tracer = self._traces.get_tracer('qwen_vl_ros', __version__)
+        meter = self._metrics.get_meter('qwen_vl_ros', __version__)
+        self._duration = meter.create_histogram(
+            'gen_ai.client.operation.duration', 's', 'Time of a question, waiting included')
+        self._first = meter.create_histogram(
+            'gen_ai.server.time_to_first_token', 's', 'Time to the first token')
+        self._each = meter.create_histogram(
+            'gen_ai.server.time_per_output_token', 's', 'Time of a token after the first')
+        self._tokens = meter.create_counter('qwen_vl.tokens', '{token}', 'Tokens by kind')
+        self._stage = meter.create_histogram('qwen_vl.stage.duration', 's', 'Time by stage')
+        self._bytes = meter.create_counter(
+            'qwen_vl.stage.io', 'By', 'Bytes that stages read and wrote, computed from shapes')
+        #: Wall clock less monotonic clock: spans are on the latter.
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+
+    def entered(self, request_id: str, stage: str) -> None:
+        """Do nothing: traces are made from the timeline."""
+
+    def finished(self, question: Finished) -> None:
+        """Record the trace and the metrics; nothing is sent on this thread."""
+        from opentelemetry import trace
+
+        line = question.timeline
+        spans = line.spans
+        end_ns = max((s.end_ns for s in spans), default=line.start_ns)
+        labels = {'gen_ai.request.model': question.model}
+        if question.code != 'none':
+            labels['error.type'] = question.code
+        attributes: dict[str, Any] = {
+            **labels, 'gen_ai.operation.name': 'chat', 'qwen_vl.request_id': line.request_id,
+            'gen_ai.usage.input_tokens': question.prompt_tokens,
+            'gen_ai.usage.output_tokens': question.output_tokens,
+            'gen_ai.response.finish_reasons': (question.finish_reason,),
+            'qwen_vl.vision_tokens.in': question.vision_tokens_in,
+            'qwen_vl.vision_tokens.kept': question.vision_tokens_kept,
+            **{f'qwen_vl.{key}': value for key, value in question.attributes.items()}}
+        root = self._tracer.start_span('answer', start_time=self._epoch_ns + line.start_ns,
+                                       attributes=attributes)
+        if question.code != 'none':
+            root.set_status(trace.StatusCode.ERROR, question.code)
+        context = trace.set_span_in_context(root)
+        for span in spans:
+            self._tracer.start_span(
+                span.name, context, start_time=self._epoch_ns + span.start_ns, attributes={
+                    'qwen_vl.stream': span.stream, 'qwen_vl.bytes_read': span.bytes_read,
+                    'qwen_vl.bytes_written': span.bytes_written, 'qwen_vl.flops': span.flops,
+                }).end(self._epoch_ns + span.end_ns)
+            self._stage.record(span.ms / 1e3, {'stage': span.name})
+            moved = span.bytes_read + span.bytes_written
+            if moved:
+                self._bytes.add(moved, {'stage': span.name})
+            if span.name == 'token':
+                self._each.record(span.ms / 1e3, labels)
+        root.end(self._epoch_ns + end_ns)
+        self._duration.record(line.total_ms() / 1e3, labels)
+        first = line.time_to_first_token_ms()
+        if not math.isnan(first):
+            self._first.record(first / 1e3, labels)
+        for kind, count in (('input', question.prompt_tokens),
+                            ('output', question.output_tokens)):
+            self._tokens.add(count, {'kind': kind})
+
+    def close(self) -> None:
+        """Send what is left; a dead collector is given up after :data:`CLOSE_S`."""
+        self._said.closing = True
+
+        def end() -> None:
+            self._traces.shutdown()
+            self._metrics.shutdown()
+
+        ending = threading.Thread(target=end, name='otel close', daemon=True)
+        ending.start()
+        ending.join(CLOSE_S)
+
+
+class _Once:
+    """Says once that something does not answer, and once that it does again."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._lock = threading.Lock()
+        self.silent = False
+        self.closing = False
+
+    def note(self, good: bool, why: str = '') -> None:
+        with self._lock:
+            changed = good == self.silent
+            self.silent = not good
+        if changed and not self.closing:
+            if good:
+                LOG.info('%s answers again', self._what)
+            else:
+                LOG.warning('%s does not answer%s; answers go on, what they cost is not exported '
+                            'until it does', self._what, f' ({why})' if why else '')
+
+
+def _watched(exporter: Any, said: _Once) -> Any:
+    """Return the exporter with its results told to ``said``."""
+    send = exporter.export
+
+    def export(*args: Any, **more: Any) -> Any:
+        try:
+            result = send(*args, **more)
+        except Exception as error:
+            said.note(False, f'{type(error).__name__}: {error}')
+            raise
+        said.note(getattr(result, 'name', '') == 'SUCCESS')
+        return result
+
+    exporter.export = export
+    return exporter
+
+
+def _hush() -> None:
+    """Keep the SDK's own complaints about every failed attempt out of the log."""
+    for name in ('opentelemetry.exporter', 'opentelemetry.sdk.trace.export',
+                 'opentelemetry.sdk._shared_internal', 'opentelemetry.sdk.metrics',
+                 'opentelemetry.sdk.metrics._internal.export'):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)

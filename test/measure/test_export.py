@@ -1,0 +1,310 @@
+"""Exports: what they say of a question, and that nothing of theirs reaches an answer."""
+
+import logging
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from qwen_vl_ros.measure import tracepoints
+from qwen_vl_ros.measure.export import Exports, Finished, open_exports
+from qwen_vl_ros.measure.timeline import Timeline
+from qwen_vl_ros.measure.tracepoints import Tracepoints
+
+MS = 1_000_000
+
+
+def question(code='none', name='q-1'):
+    timeline = Timeline(name)
+    t = timeline.start_ns
+    timeline.add('encode', t, t + 200 * MS, stream='cuda:0', bytes_read=1000, bytes_written=24,
+                 flops=5000)
+    timeline.add('first_token', t + 200 * MS, t + 210 * MS)
+    timeline.add('token', t + 210 * MS, t + 230 * MS, bytes_read=3000)
+    return Finished(timeline, code, 'stop', 428, 2, 391, 196, 'tiny', {'camera': 'front'})
+
+
+def wait_for(condition, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, 'nothing happened'
+        time.sleep(0.01)
+
+
+# OpenTelemetry
+
+@pytest.fixture
+def otel():
+    pytest.importorskip('opentelemetry.sdk', reason='the opentelemetry packages are optional')
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from qwen_vl_ros.measure.otel import OpenTelemetry
+
+    spans, reader = InMemorySpanExporter(), InMemoryMetricReader()
+    export = OpenTelemetry('robot', spans, reader)
+    yield export, spans, reader
+    export.close()
+
+
+def test_a_trace_has_one_span_a_stage_on_the_wall_clock(otel):
+    export, spans, _ = otel
+    before = time.time_ns()
+    asked = question()
+    export.finished(asked)
+    export._traces.force_flush()
+    found = {s.name: s for s in spans.get_finished_spans()}
+    root = found.pop('answer')
+    assert set(found) == {'encode', 'first_token', 'token'}
+    assert root.attributes['qwen_vl.request_id'] == 'q-1'
+    assert root.attributes['gen_ai.usage.input_tokens'] == 428
+    assert root.attributes['qwen_vl.camera'] == 'front'
+    assert 'error.type' not in root.attributes and root.status.is_unset
+    assert root.end_time - root.start_time == 230 * MS
+    assert abs(root.start_time - before) < 5_000 * MS
+    encode = found['encode']
+    assert encode.end_time - encode.start_time == 200 * MS
+    assert encode.parent.span_id == root.context.span_id
+    assert encode.attributes['qwen_vl.flops'] == 5000
+    assert root.resource.attributes['service.name'] == 'robot'
+
+
+def test_a_failed_question_is_an_error(otel):
+    export, spans, _ = otel
+    export.finished(question('stale_image'))
+    export._traces.force_flush()
+    root = next(s for s in spans.get_finished_spans() if s.name == 'answer')
+    assert not root.status.is_ok and root.attributes['error.type'] == 'stale_image'
+
+
+def test_metrics_of_questions_stages_and_tokens(otel):
+    export, _, reader = otel
+    export.finished(question())
+    export.finished(question('deadline'))
+    metrics = {m.name: m.data.data_points
+               for r in reader.get_metrics_data().resource_metrics
+               for s in r.scope_metrics for m in s.metrics}
+    assert sum(p.count for p in metrics['gen_ai.client.operation.duration']) == 2
+    assert sum(p.sum for p in metrics['gen_ai.server.time_to_first_token']) == pytest.approx(0.42)
+    assert {p.attributes['kind']: p.value for p in metrics['qwen_vl.tokens']} == {
+        'input': 856, 'output': 4}
+    assert {p.attributes['stage']: p.value for p in metrics['qwen_vl.stage.io']} == {
+        'encode': 2048, 'token': 6000}
+
+
+class Collector(HTTPServer):
+    """Counts what arrives."""
+
+    def __init__(self, port):
+        self.paths = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                self.rfile.read(int(self.headers['Content-Length']))
+                outer.paths.append(self.path)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args):
+                pass
+
+        super().__init__(('127.0.0.1', port), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+
+def test_traces_reach_the_collector_that_the_environment_names(monkeypatch):
+    pytest.importorskip('opentelemetry.exporter.otlp.proto.http')
+    collector = Collector(0)
+    monkeypatch.setenv('OTEL_EXPORTER_OTLP_ENDPOINT', f'http://127.0.0.1:{collector.server_port}')
+    exports = open_exports(otel=True)
+    assert len(exports) == 1
+    exports.finished(question())
+    exports.close()
+    wait_for(lambda: {'/v1/traces', '/v1/metrics'} <= set(collector.paths))
+    collector.shutdown()
+    collector.server_close()
+
+
+def test_a_dead_collector_is_named_once_and_costs_nothing(monkeypatch, caplog):
+    pytest.importorskip('opentelemetry.exporter.otlp.proto.http')
+    monkeypatch.setenv('OTEL_EXPORTER_OTLP_ENDPOINT', f'http://127.0.0.1:{free_port()}')
+    monkeypatch.setenv('OTEL_EXPORTER_OTLP_TIMEOUT', '1')
+    monkeypatch.setenv('OTEL_BSP_SCHEDULE_DELAY', '50')
+    caplog.set_level(logging.DEBUG)
+    exports = open_exports(otel=True)
+    spent = []
+    for _ in range(30):
+        asked = question()
+        start = time.perf_counter()
+        exports.finished(asked)
+        spent.append(time.perf_counter() - start)
+        time.sleep(0.01)
+    said = [r for r in caplog.records if 'does not answer' in r.getMessage()]
+    wait_for(lambda: [r for r in caplog.records if 'does not answer' in r.getMessage()])
+    start = time.monotonic()
+    exports.close()
+    assert time.monotonic() - start < 3.0
+    said = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(said) == 1 and 'answers go on' in said[0].getMessage()
+    # Waiting for a connection would take a second; nothing waits.
+    assert sorted(spent)[len(spent) // 2] < 0.1
+
+
+def test_a_collector_that_comes_back_is_named(caplog):
+    pytest.importorskip('opentelemetry.sdk')
+    from types import SimpleNamespace
+
+    from qwen_vl_ros.measure.otel import _Once, _watched
+
+    caplog.set_level(logging.INFO)
+    results = iter(['FAILURE', 'FAILURE', 'SUCCESS', 'SUCCESS', 'FAILURE'])
+    exporter = SimpleNamespace(export=lambda batch: SimpleNamespace(name=next(results)))
+    watched = _watched(exporter, _Once('it'))
+    for _ in range(5):
+        watched.export([])
+    assert [r.levelname for r in caplog.records] == ['WARNING', 'INFO', 'WARNING']
+
+
+def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, 'opentelemetry.sdk.metrics', None)
+    monkeypatch.setitem(sys.modules, 'prometheus_client', None)
+    exports = open_exports(otel=True, prometheus_port=9999)
+    assert len(exports) == 0
+    text = caplog.text
+    assert 'pip install opentelemetry-sdk' in text and 'pip install prometheus-client' in text
+
+
+# Prometheus
+
+def test_prometheus_counts_and_listens_on_loopback_only():
+    pytest.importorskip('prometheus_client', reason='prometheus-client is optional')
+    from qwen_vl_ros.measure.prometheus import Prometheus
+
+    export = Prometheus(0)
+    export.finished(question())
+    export.finished(question('deadline'))
+    with urllib.request.urlopen(f'http://127.0.0.1:{export.port}/metrics') as reply:
+        text = reply.read().decode()
+    assert 'qwen_vl_questions_total{code="none"} 1.0' in text
+    assert 'qwen_vl_questions_total{code="deadline"} 1.0' in text
+    assert 'qwen_vl_answer_seconds_count 2.0' in text
+    assert 'qwen_vl_stage_bytes_total{stage="encode"} 2048.0' in text
+    assert 'qwen_vl_tokens_total{kind="output"} 4.0' in text
+    assert export._server.server_address[0] == '127.0.0.1'
+    export.close()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f'http://127.0.0.1:{export.port}/metrics', timeout=1)
+
+
+def test_a_taken_port_is_named_and_the_rest_works(caplog):
+    pytest.importorskip('prometheus_client')
+    with socket.socket() as s:
+        s.bind(('127.0.0.1', 0))
+        s.listen()
+        assert len(open_exports(prometheus_port=s.getsockname()[1])) == 0
+    assert 'cannot listen on 127.0.0.1' in caplog.text
+
+
+# ros2_tracing
+
+class FakeTracetools:
+    def __init__(self, compiled=True):
+        self.calls = []
+        self._compiled = compiled
+
+    def ros_trace_compile_status(self):
+        return self._compiled
+
+    def ros_trace_rclcpp_callback_register(self, address, symbol):
+        self.calls.append(('register', symbol.value.decode(), address.value))
+
+    def ros_trace_callback_start(self, address, intra):
+        self.calls.append(('start', address.value))
+
+    def ros_trace_callback_end(self, address):
+        self.calls.append(('end', address.value))
+
+
+def test_stages_become_callbacks_with_their_names():
+    library = FakeTracetools()
+    points = Tracepoints(library)
+    for stage in ('vision', 'prefill'):
+        points.entered('q', stage)
+    points.finished(question())
+    points.entered('q', 'vision')
+    points.close()
+    names = {call[2]: call[1] for call in library.calls if call[0] == 'register'}
+    assert list(names.values()) == ['qwen_vl vision', 'qwen_vl prefill']
+    assert [(c[0], names[c[1]]) for c in library.calls if c[0] != 'register'] == [
+        ('start', 'qwen_vl vision'), ('end', 'qwen_vl vision'), ('start', 'qwen_vl prefill'),
+        ('end', 'qwen_vl prefill'), ('start', 'qwen_vl vision'), ('end', 'qwen_vl vision')]
+
+
+def test_without_tracetools_nothing_is_said(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(sys, 'prefix', str(tmp_path))
+    monkeypatch.setenv('AMENT_PREFIX_PATH', str(tmp_path))
+    monkeypatch.delenv('CMAKE_PREFIX_PATH', raising=False)
+    monkeypatch.setattr(tracepoints.ctypes, 'CDLL', lambda name: (_ for _ in ()).throw(OSError()))
+    caplog.set_level(logging.INFO)
+    assert len(open_exports(ros2_tracing=True)) == 0
+    assert not caplog.records
+    with pytest.raises(tracepoints.ExportError, match='without LTTng'):
+        Tracepoints(FakeTracetools(compiled=False))
+
+
+@pytest.mark.ros
+def test_the_real_library_takes_the_calls():
+    exports = open_exports(ros2_tracing=True)
+    assert len(exports) == 1
+    exports.entered('q', 'vision')
+    exports.finished(question())
+    exports.close()
+
+
+# All together
+
+def test_a_broken_exporter_is_logged_once_and_the_others_are_told(caplog):
+    class Broken:
+        def finished(self, question):
+            raise KeyError('x')
+
+        entered = close = finished
+
+    class Good(list):
+        def entered(self, request_id, stage):
+            self.append(stage)
+
+        def finished(self, question):
+            self.append(question.code)
+
+        def close(self):
+            self.append('closed')
+
+    good = Good()
+    exports = Exports([Broken(), good])
+    exports.entered('q', 'vision')
+    exports.finished(question())
+    exports.finished(question())
+    assert good == ['vision', 'none', 'none']
+    assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
+
+
+def test_the_log_holds_the_request_id(caplog):
+    class Silent:
+        def finished(self, question):
+            pass
+
+    caplog.set_level(logging.DEBUG)
+    Exports([Silent()]).finished(question(name='run-7'))
+    assert 'run-7' in caplog.text and '230.0 ms' in caplog.text
