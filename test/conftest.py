@@ -1,8 +1,11 @@
 """Environment of all tests: ROS finds the interfaces, and talks to nobody else."""
 
+import fcntl
 import importlib.util
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -11,8 +14,24 @@ from qwen_vl_ros.share import use_large_data_profile
 os.environ.setdefault('AMENT_PREFIX_PATH', sys.prefix)
 #: As in the Makefile: before torch is loaded, or it does not count.
 os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
-#: Another domain for every run: two runs on one machine do not hear each other.
-os.environ['ROS_DOMAIN_ID'] = str(1 + os.getpid() % 100)
+
+
+def _own_domain():
+    """Return a domain that no other run on this machine has; it is locked while we live."""
+    for step in range(100):
+        number = 1 + (os.getpid() + step) % 100
+        path = Path(tempfile.gettempdir()) / f'qwen_vl_ros_test_domain_{number}'
+        lock = os.open(path, os.O_CREAT | os.O_RDWR)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return number
+        except OSError:
+            os.close(lock)
+    raise RuntimeError('100 test runs are under way; no ROS domain is left')
+
+
+#: Two runs on one machine must not hear each other.
+os.environ['ROS_DOMAIN_ID'] = str(_own_domain())
 use_large_data_profile()
 
 
