@@ -26,6 +26,7 @@ COMMANDS = (
     'doctor',
     'roofline',
     'sensors',
+    'interconnect',
 )
 
 DESCRIPTION = '''\
