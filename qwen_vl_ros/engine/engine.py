@@ -22,6 +22,7 @@ from qwen_vl_ros.engine.kv_cache import CachePool, KVCache
 from qwen_vl_ros.engine.model import Model, Placed
 from qwen_vl_ros.engine.options import ModelInfo, Options, check_options
 from qwen_vl_ros.engine.prompt import Prompt, PromptBuilder, Turn, VisualToken
+from qwen_vl_ros.engine.quantize import KINDS, quantize_language
 from qwen_vl_ros.engine.request import check_request, plan_visual
 from qwen_vl_ros.engine.sessions import Sessions, without_repeats
 from qwen_vl_ros.engine.stages import DeviceClock, FeatureCache
@@ -40,9 +41,15 @@ class Engine:
 
     :param checkpoint: its tensors are taken over.
     :param options: limits and habits.
+    :param quantization: of the decoder's matrices, one of :data:`quantize.KINDS`.
+    :param started: monotonic clock when loading began; seconds.
     """
 
-    def __init__(self, checkpoint: Checkpoint, options: Options, load_time_s: float = 0.0) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, options: Options, quantization: str = 'none',
+        started: float | None = None,
+    ) -> None:
+        started = time.monotonic() if started is None else started
         self.options = options
         self.tokenizer = checkpoint.tokenizer
         self.prompts = PromptBuilder(
@@ -52,6 +59,7 @@ class Engine:
         self.end_tokens = frozenset(checkpoint.config.eos_tokens) | {
             vocabulary[t] for t in ('<|im_end|>', '<|endoftext|>') if t in vocabulary}
         self.model = Model(checkpoint)
+        quantize_language(self.model.language, quantization)
         self._constraints = Constraints(
             checkpoint.tokenizer, checkpoint.config.language.vocab, self.end_tokens)
         self._text = TextStream(checkpoint.tokenizer)
@@ -63,12 +71,12 @@ class Engine:
         self._closed = False
         self.info = ModelInfo(
             name=checkpoint.name, revision=checkpoint.revision,
-            dtype=str(self.model.dtype).removeprefix('torch.'), quantization='none',
+            dtype=str(self.model.dtype).removeprefix('torch.'), quantization=quantization,
             device=str(self.model.device), weight_bytes=self.model.language.weight_bytes,
             vision_weight_bytes=self.model.vision.weight_bytes, min_pixels=options.min_pixels,
             max_pixels=self._within(options.max_pixels), max_context=options.max_context,
             image_processor='pillow bicubic', engine_version=qwen_vl_ros.__version__,
-            load_time_s=load_time_s)
+            load_time_s=time.monotonic() - started)
 
     @classmethod
     def load(
@@ -82,7 +90,7 @@ class Engine:
         :param path: the folder, or ``owner/name`` of a model on the hub.
         :param device: auto, cpu, cuda or cuda:N; cuda never falls back to the CPU.
         :param dtype: auto, float32, bfloat16 or float16.
-        :param quantization: none.
+        :param quantization: none, int8 or int4: of the decoder's matrices (see quantize.py).
         :param max_pixels: of a resized picture; a lower limit in the checkpoint's own
             ``preprocessor_config.json`` wins, ``info.max_pixels`` tells which.
         :param allow_download: fetch ``owner/name`` if it is not on this machine.
@@ -91,9 +99,10 @@ class Engine:
         :raises EngineError: BAD_REQUEST for options out of range.
         """
         started = time.monotonic()
-        if quantization != 'none':
+        if quantization not in KINDS:
             raise EngineError(
-                ErrorCode.BAD_REQUEST, f"quantization '{quantization}' is not one of none")
+                ErrorCode.BAD_REQUEST,
+                f"quantization '{quantization}' is not one of {', '.join(KINDS)}")
         options = Options(max_context, min_pixels, max_pixels, **more)
         where = pick_device(device)
         kind = pick_dtype(dtype, where)
@@ -103,7 +112,7 @@ class Engine:
         size = torch.empty(0, dtype=kind).element_size()
         cache = options.cache_slots * KVCache.bytes_for(config.language, max_context, size)
         checkpoint = load_checkpoint(folder, where, kind, cache)
-        return cls(checkpoint, options, time.monotonic() - started)
+        return cls(checkpoint, options, quantization, started)
 
     def answer(
         self, request: Request, timeline: Timeline | None = None,

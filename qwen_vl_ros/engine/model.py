@@ -102,7 +102,8 @@ class Model:
     ) -> Choice:
         """Choose from the logits of the prompt's last hidden state [1, width]."""
         head = self.language.head.nbytes
-        with clock.stage('first_token', bytes_read=head, flops=2 * head // self.element_size):
+        flops = 2 * self.config.language.vocab * self.config.language.width
+        with clock.stage('first_token', bytes_read=head, flops=flops):
             return choose(self.language.logits(hidden)[0])
 
     @torch.inference_mode()
