@@ -50,7 +50,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, extra_selector: str = '
                        choices=('auto', 'float32', 'bfloat16', 'float16'),
                        help='of weights and activations (%(default)s)')
     group.add_argument('--quantization', default='none', metavar='KIND',
-                       help='of the weights (%(default)s)')
+                       help='of the decoder: none, int8 or int4; approximate (%(default)s)')
     group.add_argument('--threads', type=int, metavar='N',
                        help='CPU threads of the forward pass (default: torch decides)')
     group.add_argument('--min-pixels', type=int, default=56 * 56, metavar='N',
