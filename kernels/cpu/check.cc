@@ -124,12 +124,8 @@ int check_frame(const qwen_vl_frame* frame, char* message, size_t size) {
   return QWEN_VL_OK;
 }
 
-int check_patches(const qwen_vl_frame& frame, const qwen_vl_patches* patches, char* message,
-                  size_t size) {
-  if (!patches || !patches->data) {
-    return refuse(QWEN_VL_NULL_POINTER, message, size, "the patches are a null pointer");
-  }
-  const int width = patches->width, height = patches->height;
+int check_resize(const qwen_vl_patches& patches, char* message, size_t size) {
+  const int width = patches.width, height = patches.height;
   const int shorter = std::min(width, height), longer = std::max(width, height);
   if (shorter < QWEN_VL_UNIT || longer > QWEN_VL_MAX_SIDE || width % QWEN_VL_UNIT ||
       height % QWEN_VL_UNIT) {
@@ -137,10 +133,21 @@ int check_patches(const qwen_vl_frame& frame, const qwen_vl_patches* patches, ch
                   "a resized picture of %dx%d: sides must be multiples of %d from %d to %d", width,
                   height, QWEN_VL_UNIT, QWEN_VL_UNIT, QWEN_VL_MAX_SIDE);
   }
-  if (patches->resampler != QWEN_VL_PILLOW_12 && patches->resampler != QWEN_VL_PILLOW_13) {
+  if (patches.resampler != QWEN_VL_PILLOW_12 && patches.resampler != QWEN_VL_PILLOW_13) {
     return refuse(QWEN_VL_BAD_RESAMPLER, message, size, "resampler %d is not one of 0 and 1",
-                  patches->resampler);
+                  patches.resampler);
   }
+  return QWEN_VL_OK;
+}
+
+int check_patches(const qwen_vl_frame& frame, const qwen_vl_patches* patches, char* message,
+                  size_t size) {
+  if (!patches || !patches->data) {
+    return refuse(QWEN_VL_NULL_POINTER, message, size, "the patches are a null pointer");
+  }
+  const int status = check_resize(*patches, message, size);
+  if (status) return status;
+  const int width = patches->width, height = patches->height;
   constexpr int64_t kArea = QWEN_VL_PATCH * QWEN_VL_PATCH;
   const int64_t stride = patches->patch_stride, channel = patches->channel_stride;
   if (channel < kArea || channel > kMaxStep || stride < 2 * channel + kArea || stride > kMaxStep) {

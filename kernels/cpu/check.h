@@ -29,8 +29,9 @@ __attribute__((format(printf, 4, 5)))
 #endif
 int refuse(int status, char* message, size_t message_size, const char* format, ...);
 
-// Checks a frame, the place for its patches, and both against each other.
+// Checks a frame, a resized picture's size, and the place for its patches against the frame.
 int check_frame(const qwen_vl_frame* frame, char* message, size_t message_size);
+int check_resize(const qwen_vl_patches& patches, char* message, size_t message_size);
 int check_patches(const qwen_vl_frame& frame, const qwen_vl_patches* patches, char* message,
                   size_t message_size);
 

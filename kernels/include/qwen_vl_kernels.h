@@ -140,6 +140,68 @@ QWEN_VL_API uint64_t qwen_vl_cpu_scratch_bytes(const qwen_vl_cpu* handle);
 
 QWEN_VL_API void qwen_vl_cpu_close(qwen_vl_cpu* handle);
 
+/* ---- CUDA: libqwen_vl_cuda ------------------------------------------------------------------
+ *
+ * Everything runs on the current device, in the given stream (a cudaStream_t), and returns when it
+ * is launched. Pointers to pixels, patches, weights and embeddings are device pointers; frames may
+ * also lie in pinned host memory, which an Orin reads in place. Resampling tables of a new size are
+ * made and copied at its first use: use a size once before it is captured in a graph.
+ */
+
+typedef enum qwen_vl_dtype {
+  QWEN_VL_BF16 = 0,
+  QWEN_VL_FP16 = 1,
+  QWEN_VL_FP32 = 2
+} qwen_vl_dtype;
+
+/*
+ * The patch embedding with the normalisation folded in: out = (patch - 128) * weight^T + bias.
+ * weight is [padded_width][padded_features] with zeros beyond width and features.
+ */
+typedef struct qwen_vl_projection {
+  const void* weight;
+  const float* bias;  /* [padded_width], or null for none */
+  int32_t dtype;      /* of weight: bf16 or fp16 */
+  int32_t out_dtype;
+  int32_t width;      /* multiple of 8 */
+  int32_t features;   /* 588 for a still, 1176 for a pair of frames */
+} qwen_vl_projection;
+
+/* What width and features are padded to. */
+#define QWEN_VL_WIDTH_STEP 256
+#define QWEN_VL_FEATURES_STEP 32
+
+typedef struct qwen_vl_cuda qwen_vl_cuda;
+
+QWEN_VL_API int qwen_vl_cuda_open(qwen_vl_cuda** handle, char* message, size_t message_size);
+
+/* The same bytes as qwen_vl_cpu_patches. data and strides of the patches: multiples of 4. */
+QWEN_VL_API int qwen_vl_cuda_patches(qwen_vl_cuda* handle, const qwen_vl_frame* frame,
+                                     const qwen_vl_patches* patches, void* stream, char* message,
+                                     size_t message_size);
+
+/*
+ * out[4 * i + j] = embedding of patch 4 * units[i] + j, or of patch 4 * i + j without units.
+ * patches is [*][features], out [4 * unit_count][width]; addend, where not null, is float
+ * [4 * unit_count][width] and is added: the older half of a pair of frames, projected when it came.
+ */
+QWEN_VL_API int qwen_vl_cuda_project(qwen_vl_cuda* handle, const qwen_vl_projection* projection,
+                                     const uint8_t* patches, const int32_t* units,
+                                     int64_t unit_count, const float* addend, void* out,
+                                     void* stream, char* message, size_t message_size);
+
+/*
+ * Both in one launch: a still frame, resized to patches->height x patches->width, to embeddings.
+ * Of patches only the sizes and the resampler count; nothing is written to patches->data.
+ */
+QWEN_VL_API int qwen_vl_cuda_embed(qwen_vl_cuda* handle, const qwen_vl_frame* frame,
+                                   const qwen_vl_patches* patches,
+                                   const qwen_vl_projection* projection, const int32_t* units,
+                                   int64_t unit_count, void* out, void* stream, char* message,
+                                   size_t message_size);
+
+QWEN_VL_API void qwen_vl_cuda_close(qwen_vl_cuda* handle);
+
 #ifdef __cplusplus
 }
 #endif

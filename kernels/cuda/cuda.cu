@@ -1,0 +1,330 @@
+// The C interface of the CUDA kernels.
+//
+// Code of the sm_80 class throughout (cp.async, ldmatrix, mma.sync): the same for Orin (sm_87) and
+// for the H200 (sm_90) that it is measured on.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "../cpu/check.h"
+#include "embed.cuh"
+#include "resample.cuh"
+
+namespace qwen_vl {
+
+constexpr int kPatchThreads = 128;
+
+// A unit a block: from the frame to patches in memory.
+__global__ void __launch_bounds__(kPatchThreads)
+    make_patches(Picture picture, uint8_t* out, int64_t patch_stride, int64_t channel_stride) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int unit = blockIdx.x;
+  resample_unit<kPatchThreads>(picture, unit, shared, [&](int word, uint32_t bytes) {
+    const int patch = word / (kUnitWords / 4), feature = word % (kUnitWords / 4) * 4;
+    uint8_t* to = out + (static_cast<int64_t>(unit) * 4 + patch) * patch_stride +
+                  feature / kArea * channel_stride + feature % kArea;
+    *reinterpret_cast<uint32_t*>(to) = bytes;
+  });
+}
+
+}  // namespace qwen_vl
+
+using namespace qwen_vl;
+
+namespace {
+
+constexpr size_t kMaxTables = 16;
+
+// One axis's tables on the device.
+struct Tables {
+  Axis axis;
+  int32_t* memory = nullptr;
+
+  Tables() = default;
+  Tables(const Tables&) = delete;
+  Tables& operator=(const Tables&) = delete;
+  ~Tables() { cudaFree(memory); }
+
+  cudaError_t upload() {
+    const size_t n = axis.start.size(), w = axis.weights.size();
+    cudaError_t error = cudaMalloc(&memory, (2 * n + w) * sizeof(int32_t));
+    const std::vector<int32_t>* parts[] = {&axis.start, &axis.end, &axis.weights};
+    size_t at = 0;
+    for (const auto* part : parts) {
+      if (error) break;
+      error = cudaMemcpy(memory + at, part->data(), part->size() * sizeof(int32_t),
+                         cudaMemcpyHostToDevice);
+      at += part->size();
+    }
+    return error;
+  }
+  DeviceAxis view() const {
+    const size_t n = axis.start.size();
+    return {memory, memory + n, memory + 2 * n, axis.taps};
+  }
+};
+
+int failed(cudaError_t error, const char* what, char* message, size_t size) {
+  if (error == cudaSuccess) return QWEN_VL_OK;
+  cudaGetLastError();  // so that the next call does not report it again
+  return refuse(QWEN_VL_CUDA_ERROR, message, size, "%s: %s (CUDA error %d)", what,
+                cudaGetErrorString(error), static_cast<int>(error));
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch_kernel(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes,
+                          cudaStream_t stream, Arguments... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+bool aligned(const void* p, uintptr_t to) { return reinterpret_cast<uintptr_t>(p) % to == 0; }
+
+}  // namespace
+
+struct qwen_vl_cuda {
+  int device = 0;
+  int multiprocessors = 0;
+  std::vector<std::shared_ptr<Tables>> recent;
+  std::mutex mutex;
+
+  cudaError_t tables(int in, int out, std::shared_ptr<Tables>* found) {
+    for (size_t i = 0; i < recent.size(); ++i) {
+      if (recent[i]->axis.in == in && recent[i]->axis.out == out) {
+        std::rotate(recent.begin(), recent.begin() + i, recent.begin() + i + 1);
+        *found = recent.front();
+        return cudaSuccess;
+      }
+    }
+    auto made = std::make_shared<Tables>();
+    made->axis = make_axis(in, out);
+    const cudaError_t error = made->upload();
+    if (error) return error;
+    recent.insert(recent.begin(), made);
+    // Freeing waits for the device, so that no kernel that is under way loses its tables.
+    if (recent.size() > kMaxTables) recent.pop_back();
+    *found = made;
+    return cudaSuccess;
+  }
+};
+
+namespace {
+
+int make_picture(qwen_vl_cuda* handle, const qwen_vl_frame& frame, const qwen_vl_patches& patches,
+                 Picture* picture, char* message, size_t size) {
+  std::shared_ptr<Tables> x, y;
+  cudaError_t error = handle->tables(frame.width, patches.width, &x);
+  if (!error) error = handle->tables(frame.height, patches.height, &y);
+  if (error) return failed(error, "resampling tables", message, size);
+  Picture& p = *picture;
+  p = {};
+  for (int i = 0; i < frame.planes; ++i) {
+    p.data[i] = frame.plane[i].data;
+    p.step[i] = frame.plane[i].step;
+  }
+  p.encoding = frame.encoding;
+  p.width = frame.width;
+  p.height = frame.height;
+  const int bytes = layout_of(frame.encoding)->bytes_per_pixel;
+  p.channels = bytes ? bytes : 3;
+  p.reversed = frame.encoding == QWEN_VL_BGR8 || frame.encoding == QWEN_VL_BGRA8;
+  p.columns_first = columns_first(frame, patches);
+  p.unit_columns = patches.width / kUnit;
+  p.x = x->view();
+  p.y = y->view();
+  const int64_t need = smallest_stage(x->axis, y->axis, p.channels, p.columns_first);
+  if (need > kStageBytes) {
+    return refuse(QWEN_VL_BAD_SIZE, message, size,
+                  "%dx%d to %dx%d needs %lld bytes of shared memory, %d are there: use the CPU",
+                  frame.width, frame.height, patches.width, patches.height,
+                  static_cast<long long>(need), kStageBytes);
+  }
+  return QWEN_VL_OK;
+}
+
+int check_projection(const qwen_vl_projection* p, const void* out, int64_t units, char* message,
+                     size_t size) {
+  if (!p || !p->weight || !out) {
+    return refuse(QWEN_VL_NULL_POINTER, message, size,
+                  "projection, its weight or the place for embeddings is a null pointer");
+  }
+  if (p->features != QWEN_VL_FEATURES && p->features != 2 * QWEN_VL_FEATURES) {
+    return refuse(QWEN_VL_BAD_OUTPUT, message, size, "%d features: %d and %d are possible",
+                  p->features, QWEN_VL_FEATURES, 2 * QWEN_VL_FEATURES);
+  }
+  if (p->width < 8 || p->width % 8) {
+    return refuse(QWEN_VL_BAD_OUTPUT, message, size, "width %d is no multiple of 8", p->width);
+  }
+  if (p->dtype < QWEN_VL_BF16 || p->dtype > QWEN_VL_FP16 || p->out_dtype < QWEN_VL_BF16 ||
+      p->out_dtype > QWEN_VL_FP32) {
+    return refuse(QWEN_VL_BAD_OUTPUT, message, size, "weight dtype %d, output dtype %d: bf16 (0) "
+                  "and fp16 (1) are possible, for the output fp32 (2) too", p->dtype, p->out_dtype);
+  }
+  if (units < 1 || units > (int64_t{1} << 24)) {
+    return refuse(QWEN_VL_BAD_SIZE, message, size, "%lld units: 1 to %d are possible",
+                  static_cast<long long>(units), 1 << 24);
+  }
+  if (!aligned(p->weight, 16) || !aligned(out, 16) || !aligned(p->bias, 8)) {
+    return refuse(QWEN_VL_BAD_OUTPUT, message, size,
+                  "weight, embeddings and bias must be aligned to 16, 16 and 8 bytes");
+  }
+  return QWEN_VL_OK;
+}
+
+template <class T, class Out, class S, class Source>
+cudaError_t launch(const qwen_vl_cuda& handle, const Source& source, Units units,
+                   const qwen_vl_projection& p, const float* addend, void* out,
+                   cudaStream_t stream) {
+  const auto kernel = embed<T, Out, S, Source>;
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
+  if (error) return error;
+  const int blocks = (units.count + S::kBlockRows / 4 - 1) / (S::kBlockRows / 4);
+  const int tiles = (p.width + S::kBlockColumns - 1) / S::kBlockColumns;
+  // Columns are shared out to as many blocks as keep all multiprocessors busy. Blocks that share
+  // rows each load those rows, or make them: a frame is worth two at most.
+  const int most = Source::kTakesWeightSpace ? 2 : tiles;
+  int splits = 1;
+  while (splits < most && blocks * splits < 2 * handle.multiprocessors) ++splits;
+  const int tiles_each = (tiles + splits - 1) / splits;
+  splits = (tiles + tiles_each - 1) / tiles_each;
+  return launch_kernel(kernel, dim3(blocks, splits), kEmbedThreads, S::kSharedBytes, stream, source,
+                       units, static_cast<const T*>(p.weight), p.bias, addend,
+                       static_cast<Out*>(out), p.width, tiles_each);
+}
+
+template <class S, class Source>
+cudaError_t launch_dtypes(const qwen_vl_cuda& handle, const Source& source, Units units,
+                          const qwen_vl_projection& p, const float* addend, void* out,
+                          cudaStream_t stream) {
+  using B = __nv_bfloat16;
+  using H = __half;
+  switch (p.dtype * 3 + p.out_dtype) {
+    case 0: return launch<B, B, S>(handle, source, units, p, addend, out, stream);
+    case 1: return launch<B, H, S>(handle, source, units, p, addend, out, stream);
+    case 2: return launch<B, float, S>(handle, source, units, p, addend, out, stream);
+    case 3: return launch<H, B, S>(handle, source, units, p, addend, out, stream);
+    case 4: return launch<H, H, S>(handle, source, units, p, addend, out, stream);
+    default: return launch<H, float, S>(handle, source, units, p, addend, out, stream);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+int qwen_vl_abi_version(void) { return QWEN_VL_ABI_VERSION; }
+
+int qwen_vl_cuda_open(qwen_vl_cuda** handle, char* message, size_t size) {
+  if (!handle) return refuse(QWEN_VL_NULL_POINTER, message, size, "the handle is a null pointer");
+  *handle = nullptr;
+  int device = 0, multiprocessors = 0, major = 0, minor = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (!error) {
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (!error) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (!error) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (error) return failed(error, "no CUDA device", message, size);
+  cudaFuncAttributes attributes;
+  error = cudaFuncGetAttributes(&attributes, make_patches);
+  if (error) {
+    cudaGetLastError();
+    return refuse(QWEN_VL_CUDA_ERROR, message, size,
+                  "the library was not built for sm_%d%d: set CMAKE_CUDA_ARCHITECTURES", major,
+                  minor);
+  }
+  *handle = new (std::nothrow) qwen_vl_cuda();
+  if (!*handle) return refuse(QWEN_VL_NO_MEMORY, message, size, "no memory for a handle");
+  (*handle)->device = device;
+  (*handle)->multiprocessors = multiprocessors;
+  return QWEN_VL_OK;
+}
+
+int qwen_vl_cuda_patches(qwen_vl_cuda* handle, const qwen_vl_frame* frame,
+                         const qwen_vl_patches* patches, void* stream, char* message,
+                         size_t size) {
+  if (!handle) return refuse(QWEN_VL_NULL_POINTER, message, size, "the handle is a null pointer");
+  int status = check_frame(frame, message, size);
+  if (!status) status = check_patches(*frame, patches, message, size);
+  if (status) return status;
+  if (!aligned(patches->data, 4) || patches->patch_stride % 4 || patches->channel_stride % 4) {
+    return refuse(QWEN_VL_BAD_OUTPUT, message, size,
+                  "patches and their strides must be aligned to 4 bytes");
+  }
+  std::lock_guard<std::mutex> lock(handle->mutex);
+  Picture picture;
+  status = make_picture(handle, *frame, *patches, &picture, message, size);
+  if (status) return status;
+  const int units = picture.unit_columns * (patches->height / kUnit);
+  return failed(launch_kernel(make_patches, dim3(units), kPatchThreads, kResampleBytes,
+                              static_cast<cudaStream_t>(stream), picture, patches->data,
+                              patches->patch_stride, patches->channel_stride),
+                "patches", message, size);
+}
+
+int qwen_vl_cuda_project(qwen_vl_cuda* handle, const qwen_vl_projection* projection,
+                         const uint8_t* patches, const int32_t* units, int64_t unit_count,
+                         const float* addend, void* out, void* stream, char* message,
+                         size_t size) {
+  if (!handle || !patches) {
+    return refuse(QWEN_VL_NULL_POINTER, message, size, "handle or patches are a null pointer");
+  }
+  const int status = check_projection(projection, out, unit_count, message, size);
+  if (status) return status;
+  if (!aligned(patches, 4) || !aligned(addend, 8)) {
+    return refuse(QWEN_VL_BAD_OUTPUT, message, size,
+                  "patches must be aligned to 4 bytes, what is added to 8");
+  }
+  const FromPatches source = {patches};
+  const Units list = {units, static_cast<int>(unit_count)};
+  const auto s = static_cast<cudaStream_t>(stream);
+  const cudaError_t error =
+      projection->features == QWEN_VL_FEATURES
+          ? launch_dtypes<Shape<QWEN_VL_FEATURES>>(*handle, source, list, *projection, addend, out, s)
+          : launch_dtypes<Shape<2 * QWEN_VL_FEATURES>>(*handle, source, list, *projection, addend,
+                                                       out, s);
+  return failed(error, "projection", message, size);
+}
+
+int qwen_vl_cuda_embed(qwen_vl_cuda* handle, const qwen_vl_frame* frame,
+                       const qwen_vl_patches* patches, const qwen_vl_projection* projection,
+                       const int32_t* units, int64_t unit_count, void* out, void* stream,
+                       char* message, size_t size) {
+  if (!handle || !patches) {
+    return refuse(QWEN_VL_NULL_POINTER, message, size, "handle or patches are a null pointer");
+  }
+  int status = check_frame(frame, message, size);
+  if (!status) status = check_resize(*patches, message, size);
+  if (!status) status = check_projection(projection, out, unit_count, message, size);
+  if (status) return status;
+  if (projection->features != QWEN_VL_FEATURES) {
+    return refuse(QWEN_VL_BAD_OUTPUT, message, size, "%d features: a single frame has %d",
+                  projection->features, QWEN_VL_FEATURES);
+  }
+  const int64_t all = static_cast<int64_t>(patches->width / kUnit) * (patches->height / kUnit);
+  if (unit_count > all) {
+    return refuse(QWEN_VL_BAD_SIZE, message, size, "%lld units of a picture of %lld",
+                  static_cast<long long>(unit_count), static_cast<long long>(all));
+  }
+  std::lock_guard<std::mutex> lock(handle->mutex);
+  FromFrame source;
+  status = make_picture(handle, *frame, *patches, &source.picture, message, size);
+  if (status) return status;
+  return failed(launch_dtypes<Shape<QWEN_VL_FEATURES>>(
+                    *handle, source, {units, static_cast<int>(unit_count)}, *projection, nullptr,
+                    out, static_cast<cudaStream_t>(stream)),
+                "embedding", message, size);
+}
+
+void qwen_vl_cuda_close(qwen_vl_cuda* handle) { delete handle; }
+
+}  // extern "C"
