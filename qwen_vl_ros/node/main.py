@@ -48,12 +48,14 @@ def load_engine(settings: Settings) -> Any:
     :raises EngineError: one sentence: path, what was found, what was expected.
     """
     from qwen_vl_ros.engine.engine import Engine
+    from qwen_vl_ros.saliency.select import make_selector
 
     engine = Engine.load(
         settings.model_path or str(share('models', 'tiny')), device=settings.model_device,
         dtype=settings.model_dtype, quantization=settings.model_quantization,
         max_context=settings.model_max_context, min_pixels=settings.vision_min_pixels,
-        max_pixels=settings.vision_max_pixels, allow_download=settings.model_allow_download)
+        max_pixels=settings.vision_max_pixels, allow_download=settings.model_allow_download,
+        selector=make_selector(settings.pruning_selector))
     engine.warm_up(sizes=[(640, 480)])
     return engine
 

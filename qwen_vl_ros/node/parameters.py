@@ -61,7 +61,8 @@ class Settings:
         choices=('auto', 'float32', 'bfloat16', 'float16'))
     model_quantization: str = parameter(
         'model.quantization', 'none', CONFIGURE,
-        'Type of the weights; none keeps the checkpoint\'s.')
+        'Type of the decoder\'s weights; none keeps the checkpoint\'s. Approximate: can change '
+        'answers.', choices=('none', 'int8', 'int4'))
     model_max_context: int = parameter(
         'model.max_context', 4096, CONFIGURE, 'Tokens of prompt and answer together.',
         low=128, high=32768)
@@ -119,6 +120,10 @@ class Settings:
         'pruning.enable', False, LIVE, 'Drop vision tokens. Approximate: can change answers.')
     pruning_keep_ratio: float = parameter(
         'pruning.keep_ratio', 0.5, LIVE, 'Share of vision tokens kept.', low=0.1, high=1.0)
+    pruning_selector: str = parameter(
+        'pruning.selector', 'saliency', CONFIGURE,
+        'What chooses the vision tokens that are kept.',
+        choices=('saliency', 'gradient', 'contrast', 'uniform', 'random'))
     pruning_min_tokens: int = parameter(
         'pruning.min_tokens', 64, LIVE, 'Never keep fewer tokens of a picture than this.',
         low=1, high=16384)
