@@ -6,10 +6,9 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-Processor = Callable[[np.ndarray], np.ndarray]
+Processor = Callable[[Any], Any]
 
 MIN_PIXELS = 3136
 
@@ -27,11 +26,14 @@ def pillow(max_pixels: int) -> Processor:
     return _call(Pil(size={'shortest_edge': MIN_PIXELS, 'longest_edge': max_pixels}))
 
 
-def torchvision(max_pixels: int, folder: Path | None = None) -> Processor | None:
+def torchvision(
+    max_pixels: int, folder: Path | None = None, device: str = 'cpu',
+) -> Processor | None:
     """
-    Return transformers' torchvision processor on the CPU, or ``None`` without torchvision.
+    Return transformers' torchvision processor, or ``None`` without torchvision.
 
     :param folder: looked into last.
+    :param device: ``cpu``, where it takes and gives arrays, or ``cuda``, where it does tensors.
     """
     if folder is not None:
         sys.path.append(str(folder))
@@ -44,14 +46,16 @@ def torchvision(max_pixels: int, folder: Path | None = None) -> Processor | None
             from transformers import Qwen2VLImageProcessorFast as cls
     except ImportError:
         return None
-    return _call(cls(size={'shortest_edge': MIN_PIXELS, 'longest_edge': max_pixels}))
+    return _call(cls(size={'shortest_edge': MIN_PIXELS, 'longest_edge': max_pixels}), device)
 
 
-def _call(processor: object) -> Processor:
-    def process(rgb: np.ndarray) -> np.ndarray:
-        out = processor(images=[rgb], return_tensors='pt',  # type: ignore[operator]
-                        input_data_format='channels_last')
-        return out['pixel_values'].numpy()
+def _call(processor: Any, device: str = 'cpu') -> Processor:
+    def process(rgb: Any) -> Any:
+        if device == 'cpu':
+            out = processor(images=[rgb], return_tensors='pt', input_data_format='channels_last')
+            return out['pixel_values'].numpy()
+        return processor(images=[rgb.permute(2, 0, 1)], return_tensors='pt', device=device,
+                         input_data_format='channels_first')['pixel_values']
 
     return process
 

@@ -152,6 +152,10 @@ int make_picture(qwen_vl_cuda* handle, const qwen_vl_frame& frame, const qwen_vl
 
 int check_projection(const qwen_vl_projection* p, const void* out, int64_t units, char* message,
                      size_t size) {
+  if (units < 1 || units > (int64_t{1} << 24)) {
+    return refuse(QWEN_VL_BAD_SIZE, message, size, "%lld units: 1 to %d are possible",
+                  static_cast<long long>(units), 1 << 24);
+  }
   if (!p || !p->weight || !out) {
     return refuse(QWEN_VL_NULL_POINTER, message, size,
                   "projection, its weight or the place for embeddings is a null pointer");
@@ -167,10 +171,6 @@ int check_projection(const qwen_vl_projection* p, const void* out, int64_t units
       p->out_dtype > QWEN_VL_FP32) {
     return refuse(QWEN_VL_BAD_OUTPUT, message, size, "weight dtype %d, output dtype %d: bf16 (0) "
                   "and fp16 (1) are possible, for the output fp32 (2) too", p->dtype, p->out_dtype);
-  }
-  if (units < 1 || units > (int64_t{1} << 24)) {
-    return refuse(QWEN_VL_BAD_SIZE, message, size, "%lld units: 1 to %d are possible",
-                  static_cast<long long>(units), 1 << 24);
   }
   if (!aligned(p->weight, 16) || !aligned(out, 16) || !aligned(p->bias, 8)) {
     return refuse(QWEN_VL_BAD_OUTPUT, message, size,

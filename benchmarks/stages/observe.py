@@ -1,0 +1,79 @@
+"""
+What measuring costs: timelines, and all exports on with a collector that does not answer.
+
+Answers of the tiny model with and without, in turns. Timelines cannot be switched off; their cost
+is that of a recorded stage, times the stages of an answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import time
+
+from benchmarks.records import Record, alternate, median, record
+from benchmarks.stages.answer import ask, picture
+from qwen_vl_ros.engine.engine import Engine
+from qwen_vl_ros.measure.export import Exports, Finished, open_exports
+from qwen_vl_ros.measure.timeline import Timeline
+from qwen_vl_ros.share import share
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument('--seconds', type=float, default=15.0, help='for each thing that is timed')
+    parser.add_argument('--tokens', type=int, default=8, help='of an answer')
+
+
+def run(args: argparse.Namespace) -> list[Record]:
+    """Time answers with and without exports."""
+    engine = Engine.load(str(share('models', 'tiny')), device='cpu', repetition_window=0)
+    engine.end_tokens = frozenset()
+    pictures = [picture((320, 240), seed) for seed in range(8)]
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        dead = probe.getsockname()[1]
+    os.environ['OTEL_EXPORTER_OTLP_ENDPOINT'] = f'http://127.0.0.1:{dead}'
+    on, off = open_exports(otel=True, prometheus_port=_free(), ros2_tracing=True), Exports(())
+
+    def answers(exports: Exports):
+        def work(number: int) -> None:
+            line = ask(engine, pictures[number % 8], args.tokens)
+            exports.finished(Finished(line, output_tokens=args.tokens))
+        return work
+
+    times = alternate({'on': answers(on), 'off': answers(off)}, args.seconds)
+    with_exports, without = median(times['on']), median(times['off'])
+    line = ask(engine, pictures[0], args.tokens)
+    per_span_us = span_cost_us()
+    spent_us = per_span_us * len(line.spans)
+    on.close()
+    engine.close()
+    case = {'model': 'tiny', 'size': '320x240', 'answer_tokens': args.tokens, 'path': 'cpu'}
+    return [
+        record('node', {**case, 'variant': 'timeline'}, 'share_of_time',
+               spent_us / 1e3 / without, '', note=f'{len(line.spans)} stages of {per_span_us:.2f} '
+               f'us in an answer of {without:.1f} ms'),
+        record('node', {**case, 'variant': f'{len(on)} exports, dead collector'}, 'ms',
+               with_exports, 'ms', times=times['on'], baseline=('no exports', without),
+               note='answers one after another, on as many cores as there are')]
+
+
+def span_cost_us(count: int = 20_000) -> float:
+    """Return what one recorded stage costs, microseconds."""
+    best = float('inf')
+    for _ in range(5):
+        timeline = Timeline()
+        started = time.perf_counter_ns()
+        for _ in range(count):
+            with timeline.stage('token', bytes_read=1, bytes_written=1, flops=1):
+                pass
+        best = min(best, (time.perf_counter_ns() - started) / count / 1e3)
+    return best
+
+
+def _free() -> int:
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        return int(probe.getsockname()[1])
