@@ -15,6 +15,8 @@ from torch import Tensor
 from qwen_vl_ros.engine.config import ModelConfig, load_config, read_json
 from qwen_vl_ros.engine.device import memory_available
 from qwen_vl_ros.engine.errors import CheckpointError, one_line
+from qwen_vl_ros.engine.quant_files import INTEGERS, QuantFormat
+from qwen_vl_ros.engine.quant_files import shapes as quantised_shapes
 
 #: Old key prefixes (before transformers 4.52) and new ones, to the names used here.
 PREFIXES = (
@@ -99,15 +101,19 @@ def load_checkpoint(
     files = weight_files(folder)
     headers = {file: read_header(file) for file in files}
     names = check_names(folder, config, headers)
-    elements = sum(
-        _count(info['shape']) for header in headers.values() for info in header.values())
     size = torch.empty(0, dtype=dtype).element_size()
-    check_memory(folder, elements * size, cache_bytes, device)
+    weights = sum(
+        _count(info['shape']) * (4 if info['dtype'] == 'I32' else size)
+        for header in headers.values() for info in header.values())
+    check_memory(folder, weights, cache_bytes, device)
     tensors = {}
     for file in files:
         for name, tensor in read_tensors(file):
             if name in names[file]:
-                tensors[names[file][name]] = tensor.to(device, dtype, copy=True)
+                # Codes are integers, and their scales stay as exact as they were stored.
+                kept = name.endswith((*INTEGERS, '.scales'))
+                tensors[names[file][name]] = tensor.to(
+                    device, tensor.dtype if kept else dtype, copy=True)
     if config.tied:
         drop_tied_head(folder, tensors)
     name, revision = identity(folder, files)
@@ -202,7 +208,8 @@ def read_header(file: Path) -> dict[str, dict[str, Any]]:
         raise CheckpointError(
             f'{file} has {size} bytes, but its header announces {end}: '
             'it was cut or damaged, copy it again')
-    odd = [name for name, info in header.items() if info['dtype'] not in ('F32', 'F16', 'BF16')]
+    odd = [name for name, info in header.items() if info['dtype'] not in (
+        ('I32',) if name.endswith(INTEGERS) else ('F32', 'F16', 'BF16'))]
     if odd:
         raise CheckpointError(
             f"{file} holds {_some(odd)} as {header[odd[0]]['dtype']}; "
@@ -275,8 +282,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         'visual.patch_embed.proj.weight': (v.width, 3, 2, v.patch, v.patch)}
 
-    def linear(name: str, rows: int, cols: int, bias: bool = True) -> None:
-        shapes[f'{name}.weight'] = (rows, cols)
+    def linear(
+        name: str, rows: int, cols: int, bias: bool = True, form: QuantFormat | None = None,
+    ) -> None:
+        shapes.update(quantised_shapes(name, rows, cols, form) if form is not None
+                      else {f'{name}.weight': (rows, cols)})
         if bias:
             shapes[f'{name}.bias'] = (rows,)
 
@@ -303,13 +313,13 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         base = f'language.layers.{i}'
         norm(f'{base}.input_layernorm', t.width, bias=False)
         norm(f'{base}.post_attention_layernorm', t.width, bias=False)
-        linear(f'{base}.self_attn.q_proj', t.width, t.width)
-        linear(f'{base}.self_attn.k_proj', kv, t.width)
-        linear(f'{base}.self_attn.v_proj', kv, t.width)
-        linear(f'{base}.self_attn.o_proj', t.width, t.width, bias=False)
-        linear(f'{base}.mlp.gate_proj', t.mlp_width, t.width, bias=False)
-        linear(f'{base}.mlp.up_proj', t.mlp_width, t.width, bias=False)
-        linear(f'{base}.mlp.down_proj', t.width, t.mlp_width, bias=False)
+        linear(f'{base}.self_attn.q_proj', t.width, t.width, form=config.quant)
+        linear(f'{base}.self_attn.k_proj', kv, t.width, form=config.quant)
+        linear(f'{base}.self_attn.v_proj', kv, t.width, form=config.quant)
+        linear(f'{base}.self_attn.o_proj', t.width, t.width, bias=False, form=config.quant)
+        linear(f'{base}.mlp.gate_proj', t.mlp_width, t.width, bias=False, form=config.quant)
+        linear(f'{base}.mlp.up_proj', t.mlp_width, t.width, bias=False, form=config.quant)
+        linear(f'{base}.mlp.down_proj', t.width, t.mlp_width, bias=False, form=config.quant)
     norm('language.norm', t.width, bias=False)
     linear('lm_head', t.vocab, t.width, bias=False)
     return shapes

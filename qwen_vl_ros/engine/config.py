@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen_vl_ros.engine.errors import CheckpointError, one_line
+from qwen_vl_ros.engine.quant_files import QuantFormat, parse
 
 #: transformers releases whose classes are known to work: the lowest, and the first refused.
 TRANSFORMERS_RANGE = ((4, 57), (6, 0))
@@ -85,6 +86,7 @@ class ModelConfig:
 
     :param pixel_limit: ``max_pixels`` of ``preprocessor_config.json``, the largest picture that
         the checkpoint was made for; ``None`` where the folder does not say.
+    :param quant: how the decoder's matrices are stored; ``None`` is in floats.
     """
 
     vision: VisionConfig
@@ -96,6 +98,7 @@ class ModelConfig:
     vision_end_token: int
     eos_tokens: tuple[int, ...]
     pixel_limit: int | None = None
+    quant: QuantFormat | None = None
 
 
 def check_transformers() -> None:
@@ -146,10 +149,7 @@ def load_config(folder: Path) -> ModelConfig:
         raise CheckpointError(
             f"{path} describes model_type '{kind}' {names}; expected 'qwen2_vl' "
             "with architecture 'Qwen2VLForConditionalGeneration'")
-    if raw.get('quantization_config'):
-        method = raw['quantization_config'].get('quant_method', 'unknown')
-        raise CheckpointError(
-            f"{path} announces weights quantised with '{method}'; expected float weights")
+    form = parse(raw.pop('quantization_config', None), path)
 
     from transformers import Qwen2VLConfig
 
@@ -158,7 +158,8 @@ def load_config(folder: Path) -> ModelConfig:
         # Where releases write it, and with which default, differs: either place counts.
         tied = any(part.get('tie_word_embeddings') for part in (raw, raw.get('text_config') or {}))
         config = replace(
-            _convert(parsed, tied, _end_tokens(folder, parsed)), pixel_limit=_pixel_limit(folder))
+            _convert(parsed, tied, _end_tokens(folder, parsed)), pixel_limit=_pixel_limit(folder),
+            quant=form)
     except CheckpointError:
         raise
     except Exception as error:

@@ -69,10 +69,12 @@ class Engine:
             checkpoint.config.language, options.max_context, self.model.device, self.model.dtype,
             options.cache_slots)
         self._closed = False
+        form = checkpoint.config.quant
         self.info = ModelInfo(
             name=checkpoint.name, revision=checkpoint.revision,
-            dtype=str(self.model.dtype).removeprefix('torch.'), quantization=quantization,
-            device=str(self.model.device), weight_bytes=self.model.language.weight_bytes,
+            dtype=str(self.model.dtype).removeprefix('torch.'),
+            quantization=form.name if form else quantization, device=str(self.model.device),
+            weight_bytes=self.model.language.weight_bytes,
             vision_weight_bytes=self.model.vision.weight_bytes, min_pixels=options.min_pixels,
             max_pixels=self._within(options.max_pixels), max_context=options.max_context,
             image_processor='pillow bicubic', engine_version=qwen_vl_ros.__version__,

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from qwen_vl_ros.engine.config import LanguageConfig
 from qwen_vl_ros.engine.kv_cache import KVCache
 from qwen_vl_ros.engine.layers import Linear, activate, inverse_frequencies, rms_norm, rotate
+from qwen_vl_ros.engine.quant_files import QuantFormat, take_linear
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,12 @@ class LanguageModel:
 
     :param config: its shape.
     :param tensors: canonical names to weights; entries are taken out.
+    :param form: how the layers' matrices are stored; ``None`` is in floats.
     """
 
-    def __init__(self, config: LanguageConfig, tensors: dict[str, Tensor]) -> None:
+    def __init__(
+        self, config: LanguageConfig, tensors: dict[str, Tensor], form: QuantFormat | None = None,
+    ) -> None:
         self.config = config
         take = tensors.pop
         self.embedding = take('language.embed_tokens.weight')
@@ -42,15 +46,13 @@ class LanguageModel:
         for i in range(config.layers):
             base = f'language.layers.{i}'
             attn, mlp = f'{base}.self_attn', f'{base}.mlp'
-            qkv = Linear(
-                torch.cat([take(f'{attn}.{n}_proj.weight') for n in 'qkv']),
-                torch.cat([take(f'{attn}.{n}_proj.bias') for n in 'qkv']))
             self.layers.append(DecoderLayer(
-                take(f'{base}.input_layernorm.weight'), qkv,
-                Linear(take(f'{attn}.o_proj.weight')),
+                take(f'{base}.input_layernorm.weight'),
+                take_linear(tensors, [f'{attn}.{n}_proj' for n in 'qkv'], form, bias=True),
+                take_linear(tensors, [f'{attn}.o_proj'], form),
                 take(f'{base}.post_attention_layernorm.weight'),
-                Linear(torch.cat([take(f'{mlp}.{n}_proj.weight') for n in ('gate', 'up')])),
-                Linear(take(f'{mlp}.down_proj.weight'))))
+                take_linear(tensors, [f'{mlp}.{n}_proj' for n in ('gate', 'up')], form),
+                take_linear(tensors, [f'{mlp}.down_proj'], form)))
         self.norm = take('language.norm.weight')
         self.head = Linear(tensors.pop('lm_head.weight', self.embedding))
         self.frequencies = inverse_frequencies(config.head_dim, config.theta).to(self.device)

@@ -33,7 +33,8 @@ class Model:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.config = checkpoint.config
         self.vision = VisionEncoder(checkpoint.config.vision, checkpoint.tensors)
-        self.language = LanguageModel(checkpoint.config.language, checkpoint.tensors)
+        self.language = LanguageModel(
+            checkpoint.config.language, checkpoint.tensors, checkpoint.config.quant)
         self.device, self.dtype = self.language.device, self.language.dtype
         self.element_size = self.language.embedding.element_size()
 

@@ -229,7 +229,7 @@ def test_a_name_that_is_not_here_is_not_downloaded(tmp_path, monkeypatch):
     ({'model_type': 'qwen2_5_vl'}, ("model_type 'qwen2_5_vl'", "expected 'qwen2_vl'")),
     ({'model_type': None}, ("model_type 'None'",)),
     ({'architectures': ['LlamaForCausalLM']}, ('LlamaForCausalLM',)),
-    ({'quantization_config': {'quant_method': 'awq'}}, ("'awq'", 'expected float weights')),
+    ({'quantization_config': {'quant_method': 'awq'}}, ("'awq'", 'None bits', '4 bits')),
     ({'text_config': 3}, ('not a valid Qwen2-VL config',)),
     ({'image_token_id': 10 ** 7}, ('image_token 10000000 lies outside',)),
 ])

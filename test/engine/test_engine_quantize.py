@@ -10,14 +10,14 @@ import torch
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.layers import Linear
-from qwen_vl_ros.engine.quantize import (
+from qwen_vl_ros.engine.quant_linear import (
     Int4Linear,
     Int8Linear,
     group_size,
     pack_nibbles,
-    quantize_language,
     unpack_nibbles,
 )
+from qwen_vl_ros.engine.quantize import quantize_language
 from qwen_vl_ros.roboscene.evaluate import evaluate
 
 TINY = Path(__file__).parents[2] / 'models' / 'tiny'
