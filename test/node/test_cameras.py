@@ -1,5 +1,6 @@
 """Cameras over DDS: every frame arrives, QoS fits, and what is wrong is named."""
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -44,10 +45,23 @@ def stamped(client, message):
 @pytest.mark.parametrize('reliability', ['BEST_EFFORT', 'RELIABLE'])
 def test_all_raw_full_hd_frames_arrive(start_node, programs, client, reliability):
     start_node()
-    sender = programs('publish_frames.py', 1920, 1080, 30, 90, reliability)
-    sender.says('sent 90')
-    _, _, values = client.await_status(
-        STATUS, lambda level, message, values: int(values['frames_received']) == 90)
+    # With default settings 8 of 90 arrive, every time. A machine that is busy with other work can
+    # hold up a process for longer than the queue lasts; then it may be tried again.
+    arrived = []
+    for _ in range(3):
+        before = int(client.await_status(
+            STATUS, lambda level, message, values: True)[2]['frames_received'])
+        sender = programs('publish_frames.py', 1920, 1080, 30, 90, reliability)
+        sender.says('sent 90')
+        with contextlib.suppress(AssertionError):
+            client.await_status(STATUS, lambda level, message, values, goal=before + 90: (
+                int(values['frames_received']) >= goal), 4.0)
+        _, _, values = client.status(STATUS)
+        arrived.append(int(values['frames_received']) - before)
+        if arrived[-1] == 90:
+            break
+        sender.kill()
+    assert arrived[-1] == 90, arrived
     assert values['publisher_qos'] == f'{reliability} VOLATILE'
 
 
