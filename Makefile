@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv kernels demo test lint clean
+.PHONY: help venv kernels demo test lint clean bench
 
 VENV ?= .venv
 ROS := $(if $(ROS_DISTRO),$(wildcard /opt/ros/$(ROS_DISTRO)))
@@ -25,6 +25,7 @@ KERNELS := build/.kernels
 help:
 	@echo 'make demo   answer questions about the demo bag; report in build/demo'
 	@echo 'make test   run the tests'
+	@echo 'make bench  time every stage that this machine can; tables in benchmarks/README.md'
 	@echo 'make lint   ruff and mypy'
 	@echo 'make kernels  build the native kernels: CPU, and CUDA where nvcc is'
 	@echo 'make venv   only make the environment ($(VENV)), with the interfaces built'
@@ -59,6 +60,9 @@ demo: $(MESSAGES) $(KERNELS)
 
 test: $(MESSAGES) $(KERNELS)
 	@$(PY) -m pytest
+
+bench: $(MESSAGES)
+	@$(PY) -m qwen_vl_ros.cli.main bench
 
 lint: $(MESSAGES)
 	@$(PY) -m ruff check .

@@ -36,11 +36,15 @@ def run(args: argparse.Namespace) -> list[Record]:
         dead = probe.getsockname()[1]
     os.environ['OTEL_EXPORTER_OTLP_ENDPOINT'] = f'http://127.0.0.1:{dead}'
     on, off = open_exports(otel=True, prometheus_port=_free(), ros2_tracing=True), Exports(())
+    count, handing_over = len(on), []
 
     def answers(exports: Exports):
         def work(number: int) -> None:
             line = ask(engine, pictures[number % 8], args.tokens)
+            started = time.perf_counter_ns()
             exports.finished(Finished(line, output_tokens=args.tokens))
+            if exports is on:
+                handing_over.append((time.perf_counter_ns() - started) / 1e6)
         return work
 
     times = alternate({'on': answers(on), 'off': answers(off)}, args.seconds)
@@ -55,9 +59,12 @@ def run(args: argparse.Namespace) -> list[Record]:
         record('node', {**case, 'variant': 'timeline'}, 'share_of_time',
                spent_us / 1e3 / without, '', note=f'{len(line.spans)} stages of {per_span_us:.2f} '
                f'us in an answer of {without:.1f} ms'),
-        record('node', {**case, 'variant': f'{len(on)} exports, dead collector'}, 'ms',
+        record('node', {**case, 'variant': f'{count} exports, dead collector'}, 'share_of_time',
+               median(handing_over) / without, '', note=f'{median(handing_over):.3f} ms on the '
+               "engine's thread to hand an answer over"),
+        record('node', {**case, 'variant': f'{count} exports, dead collector'}, 'ms',
                with_exports, 'ms', times=times['on'], baseline=('no exports', without),
-               note='answers one after another, on as many cores as there are')]
+               note='answers one after another; the exports send on threads of their own')]
 
 
 def span_cost_us(count: int = 20_000) -> float:

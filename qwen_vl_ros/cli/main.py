@@ -27,6 +27,7 @@ COMMANDS = (
     'roofline',
     'sensors',
     'interconnect',
+    'bench',
 )
 
 DESCRIPTION = '''\

@@ -1,0 +1,181 @@
+"""Files of records: what is refused, compared and rendered; and the command over two stages."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qwen_vl_ros.cli import bench as command
+from qwen_vl_ros.cli.main import main
+from qwen_vl_ros.measure.bench import (
+    BEGIN,
+    END,
+    compare_records,
+    format_changes,
+    load_records,
+    render,
+    results_name,
+    tables,
+)
+from qwen_vl_ros.measure.headline import headline_records
+from qwen_vl_ros.measure.record import record
+
+ROOT = Path(__file__).parents[2]
+
+
+def made(stage='decode', metric='ms_per_token', value=10.0, unit='ms', kind='measured', **case):
+    return record(stage, {'model': 'tiny', **case}, metric, value, unit, runs=3, kind=kind,
+                  baseline=('transformers eager', 2 * value), ratio=2.0)
+
+
+@pytest.fixture(scope='module')
+def records():
+    return [made(size='320x240'), made(size='640x480', value=20.0),
+            made('answer', 'answers_per_s', 5.0, '1/s', size='320x240'),
+            made('answer', 'ms', 200.0, size='320x240'),
+            made('decode', 'ms_per_token', 0.7, kind='computed', size='320x240')]
+
+
+def write(path, rows):
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def test_a_file_of_records_is_read(tmp_path, records):
+    assert load_records(write(tmp_path / 'a.json', records)) == records
+
+
+@pytest.mark.parametrize(('content', 'named'), [
+    ('{', 'JSON'), ('{}', 'list'), ('[1]', 'record 1 lacks'),
+    ('[{"stage": "x"}]', 'lacks case')])
+def test_what_is_no_record_is_named(tmp_path, content, named):
+    path = tmp_path / 'bad.json'
+    path.write_text(content)
+    with pytest.raises(ValueError, match=named):
+        load_records(path)
+
+
+def test_another_kind_is_refused(tmp_path, records):
+    with pytest.raises(ValueError, match="kind 'guessed'"):
+        load_records(write(tmp_path / 'a.json', [records[0] | {'kind': 'guessed'}]))
+    with pytest.raises(ValueError, match='cannot be read'):
+        load_records(tmp_path / 'none.json')
+
+
+def test_less_time_and_more_answers_are_better(records):
+    after = [r | {'value': r['value'] * 1.25} for r in records]
+    found = {c.name.split(' (')[0] + c.name[-9:-1]: c for c in compare_records(records, after)}
+    assert len(found) == 4, 'computed figures are not compared'
+    assert found['decode ms_per_token=320x240'].verdict() == 'regressed'
+    assert found['answer answers_per_s=320x240'].verdict() == 'improved'
+    assert found['answer ms=320x240'].gain == pytest.approx(0.8)
+
+
+def test_small_changes_are_noise_and_the_worst_comes_first(records):
+    after = [r | {'value': r['value'] * f} for r, f in zip(records, (1.05, 3.0, 1.0, 0.5, 1))]
+    changes = compare_records(records, after)
+    assert [c.verdict() for c in changes] == ['regressed', 'same', 'same', 'improved']
+    text = format_changes(changes)
+    assert text.splitlines()[0].startswith('regressed') and '640x480' in text.splitlines()[0]
+    assert text.splitlines()[-1] == '2 of 4 within 10%'
+    assert compare_records(records, [made(size='1x1')]) == []
+
+
+def test_zero_is_compared_too():
+    zero, one = made('eval', 'accuracy', 0.0, ''), made('eval', 'accuracy', 0.5, '')
+    assert compare_records([zero], [one])[0].verdict() == 'improved'
+    assert compare_records([one], [zero])[0].verdict() == 'regressed'
+    assert compare_records([zero], [zero])[0].verdict() == 'same'
+
+
+def test_kinds_never_share_a_table(records):
+    text = tables(records)
+    assert '**decode**, measured (model tiny)' in text and '**decode**, computed' in text
+    measured = next(p for p in text.split('**decode**') if p.startswith(', measured'))
+    assert '20 ms' in measured and '0.7 ms' not in measured.split('**')[0]
+
+
+def test_a_readme_is_rendered_between_its_marks_and_again_the_same(tmp_path, records):
+    folder = tmp_path / 'results'
+    folder.mkdir()
+    write(folder / 'box.json', records)
+    write(folder / 'orin-projected.json', headline_records())
+    readme = tmp_path / 'README.md'
+    readme.write_text(f'# before\n{BEGIN}\nold\n{END}\nafter\n')
+    assert render(folder, readme) == [readme, folder / 'box.png']
+    text = readme.read_text()
+    assert text.startswith('# before') and text.endswith('after\n') and 'old' not in text
+    assert '### box' in text and '![box' in text and 'transformers eager' in text
+    assert '| 640x480 | 100% | fp16 | 33 tokens |' in text and 'projected, not measured' in text
+    render(folder, readme)
+    assert readme.read_text() == text
+    readme.write_text('no marks')
+    with pytest.raises(ValueError, match='must hold'):
+        render(folder, readme)
+
+
+def test_the_readme_of_the_repository_has_its_marks():
+    text = (ROOT / 'benchmarks' / 'README.md').read_text()
+    assert text.count(BEGIN) == text.count(END) == 1
+
+
+def test_files_of_the_repository_are_records():
+    for path in (ROOT / 'benchmarks' / 'results').glob('*.json'):
+        assert load_records(path), path
+
+
+def test_every_stage_keeps_to_the_dispatchers_contract():
+    import importlib
+    import sys
+
+    sys.path.insert(0, str(ROOT))
+    stages = [p.stem for p in (ROOT / 'benchmarks' / 'stages').glob('*.py') if p.stem[0] != '_']
+    assert set(command.QUICK) <= set(stages)
+    for name in stages:
+        module = importlib.import_module(f'benchmarks.stages.{name}')
+        assert callable(module.add_arguments) and callable(module.run)
+
+
+def test_this_machine_has_a_name():
+    assert results_name() and ' ' not in results_name()
+
+
+# The command.
+
+def test_two_stages_run_and_one_is_left_out(tmp_path, capsys, monkeypatch):
+    path = tmp_path / 'here.json'
+    monkeypatch.setitem(command.QUICK, 'roofline', ['--most-rows', '1', '--threads', '1'])
+    monkeypatch.setattr(command, '_write_projection', lambda folder: None)
+    words = ['bench', '--quick', 'roofline', 'interconnect', '--results', str(path)]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    rows = load_records(path)
+    assert {r['stage'] for r in rows} >= {'roofline'} and all(r['value'] > 0 for r in rows)
+    if 'interconnect' not in {r['stage'] for r in rows}:
+        assert 'left out: interconnect' in out
+
+
+def test_two_files_are_compared_strictly_if_wanted(tmp_path, capsys, records):
+    old = write(tmp_path / 'old.json', records)
+    new = write(tmp_path / 'new.json', [r | {'value': r['value'] * 2} for r in records])
+    words = ['bench', '--compare', str(old), str(new)]
+    assert main(words) == 0
+    assert 'regressed' in capsys.readouterr().out
+    assert main([*words, '--strict']) == 1
+    assert main(['bench', '--compare', str(old), str(old), '--strict']) == 0
+    other = write(tmp_path / 'other.json', [r | {'machine': 'another'} for r in records])
+    main(['bench', '--compare', str(old), str(other)])
+    assert 'different machines' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(('words', 'named'), [
+    (['nonsense'], "'nonsense'"), (['--compare', '/nowhere', '/nowhere'], '/nowhere'),
+    (['--tolerance', '-1'], '--tolerance')])
+def test_bad_input_is_named(capsys, words, named):
+    assert main(['bench', *words]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_stages_are_listed(capsys):
+    assert main(['bench', '--list']) == 0
+    assert 'answer' in capsys.readouterr().out.split()
