@@ -16,17 +16,19 @@ def main() -> int:
         return 1
     goal = AnswerQuestion.Goal(question=sys.argv[1], cameras=sys.argv[2:3])
     goal.deadline.sec = 20
-    sent = client.send_goal_async(
-        goal, lambda message: print(message.feedback.delta, end='', flush=True))
+    shown = []
+
+    def show(message):
+        shown.append(message.feedback.delta)
+        print(shown[-1], end='', flush=True)
+
+    sent = client.send_goal_async(goal, show)
     rclpy.spin_until_future_complete(node, sent)
     ended = sent.result().get_result_async()
-    try:
-        rclpy.spin_until_future_complete(node, ended)
-    except KeyboardInterrupt:
-        sent.result().cancel_goal_async()
-        rclpy.spin_until_future_complete(node, ended)
+    rclpy.spin_until_future_complete(node, ended)
     result = ended.result().result
-    print()
+    # The first words are lost where the node has not seen this client's subscription yet.
+    print('' if ''.join(shown) == result.answer.text else f'\n{result.answer.text}')
     if result.error_code != AnswerQuestion.Result.NONE:
         print(f'error {result.error_code}: {result.error_msg}', file=sys.stderr)
     return min(result.error_code, 125)

@@ -97,7 +97,7 @@ class Client:
         self.node = rclpy.create_node(f'client_{os.getpid()}_{time.monotonic_ns()}')
         self._executor = SingleThreadedExecutor()
         self._executor.add_node(self.node)
-        self._ending = False
+        self._ending = self._acquainted = False
         self._clients: dict[str, object] = {}
         self._thread = threading.Thread(target=self._spin, daemon=True)
         self._thread.start()
@@ -175,6 +175,10 @@ class Client:
     def send_goal(self, question: str, feedback: list | None = None, **fields):
         """Send a goal; return its handle once it is accepted."""
         assert self._actions.wait_for_server(PATIENCE_S)
+        if not self._acquainted:
+            # Feedback is lost where the server has not seen this client's subscription yet.
+            time.sleep(0.3)
+            self._acquainted = True
         goal = AnswerQuestion.Goal(question=question, **fields)
         future = self._actions.send_goal_async(
             goal, feedback_callback=None if feedback is None else (
