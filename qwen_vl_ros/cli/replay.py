@@ -29,6 +29,7 @@ from qwen_vl_ros.measure.report import (
     load_report,
     write_report,
 )
+from qwen_vl_ros.measure.watch import Watch, format_report
 from qwen_vl_ros.pipeline import AskOptions, FrameStore
 
 if TYPE_CHECKING:
@@ -210,6 +211,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
                         help='write report.json and report.html there')
     parser.add_argument('--trace', type=Path, metavar='FILE',
                         help='write the stages of all answers as a trace for ui.perfetto.dev')
+    parser.add_argument('--sensors', action='store_true',
+                        help="sample the board meanwhile: memory bandwidth by who used it, power, "
+                             'heat')
     parser.add_argument('--title', metavar='TEXT', help='heading of the report')
     parser.add_argument('--compare', type=Path, metavar='REPORT',
                         help='also compare with this report.json of an earlier run')
@@ -236,6 +240,7 @@ def run(args: argparse.Namespace) -> int:
             f'MB read a token', flush=True)
         counts = Counts()
         exchanges = []
+        watch = Watch() if args.sensors else None
         for exchange in replay(
                 bag, engine, topics, plan, ask_options(args), counts,
                 on_question=lambda t, q: say(f'\n[{(t - bag.start_ns) / 1e9:8.3f} s] {q}\n  ',
@@ -245,9 +250,14 @@ def run(args: argparse.Namespace) -> int:
             verdict = {None: '', True: 'right · ', False: f'WRONG, expected '
                        f'{exchange.expected} · '}[exchange.correct]
             say(f'\n             {verdict}{cost_line(exchange)}', flush=True)
+        if watch:
+            watch.stop()
         report = build_report(
             args.title or f'Replay of {bag.path.name}', exchanges, model=model_dict(engine),
             source=source_dict(bag, topics, counts), options=_options(args))
+    if watch:
+        report['sensors'] = watch.report(
+            span for e in exchanges if e.answer for span in e.answer.timeline.spans)
     engine.close()
     if not exchanges:
         raise CliError(
@@ -256,7 +266,7 @@ def run(args: argparse.Namespace) -> int:
     if args.report:
         paths = write_report(args.report, report, exchanges)
     if args.trace:
-        _write_trace(args.trace, exchanges)
+        _write_trace(args.trace, exchanges, watch)
     comparison = compare(before, report) if before else None
     if args.json:
         print(json.dumps(report if comparison is None else report | {'comparison': comparison},
@@ -264,6 +274,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         print('\n' + format_stages(report['stages']))
         print(closing(report))
+        if watch:
+            print(format_report(report['sensors']))
         if comparison:
             print('\n' + format_comparison(comparison))
         if args.report:
@@ -273,12 +285,15 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(e.answer for e in exchanges) else 1
 
 
-def _write_trace(path: Path, exchanges: Sequence[Exchange]) -> None:
+def _write_trace(path: Path, exchanges: Sequence[Exchange], watch: Watch | None) -> None:
     from qwen_vl_ros.measure.trace import write_trace
 
     try:
-        write_trace(path, [e.timeline | {'title': f'{number} {e.question}'}
-                           for number, e in enumerate(exchanges, 1)])
+        if watch:
+            write_trace(path, [e.answer.timeline for e in exchanges if e.answer], watch.samples)
+        else:
+            write_trace(path, [e.timeline | {'title': f'{number} {e.question}'}
+                               for number, e in enumerate(exchanges, 1)])
     except OSError as error:
         raise CliError(f'cannot write {path}: {error.strerror}') from None
 

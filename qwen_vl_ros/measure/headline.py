@@ -51,6 +51,8 @@ def headline_records(device_name: str = 'orin-agx-64', modes: Sequence[str] = MO
               if check.good}
     template = record('roofline', {}, 'answers_per_s', 0.0, '1/s', runs=0, kind='projected',
                       assumptions=list(ASSUMPTIONS), deviation_of_published_figures=spread)
+    template['machine'] = f'{find_device(device_name, None)[0].title}, projected: none was at hand'
+    template['command'] = f'qwen_vl roofline --table --device {device_name} --json FILE'
     # One record is made and copied: git and the machine are asked only once.
     return [template | {
         'case': {'model': '2b', 'device': device_name, 'mode': row['mode'],

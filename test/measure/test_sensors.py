@@ -25,6 +25,7 @@ from qwen_vl_ros.measure.samples import Load, Sample, merge
 from qwen_vl_ros.measure.sysfs import NOT_PERMITTED, NOT_PRESENT, UNREADABLE, Sysfs
 from qwen_vl_ros.measure.tegrastats import parse, replay
 from qwen_vl_ros.measure.timeline import Span
+from qwen_vl_ros.measure.watch import Watch, format_report
 
 ORIN = {
     'sys/kernel/debug/cactmon/mc_all': '38388000\n',
@@ -351,6 +352,53 @@ def test_bandwidth_of_a_sample():
     assert bytes_per_clock('NVIDIA Jetson AGX Orin Developer Kit') == 64
     assert bytes_per_clock('NVIDIA Jetson Orin Nano Developer Kit') == 32
     assert bytes_per_clock('a toaster') is None
+
+
+# Beside a run.
+
+def test_a_run_is_watched():
+    class Board:
+        name = 'board'
+
+        def read(self):
+            return Sample(emc_percent=25.0, emc_mhz=3200.0, gpu_percent=80.0, power_mode='0 MAXN',
+                          power_mw={'VDD_IN': 30_000.0}, temperatures={'tj': 96.0})
+
+    watch = Watch([Board()], 'Jetson AGX Orin')
+    start = time.monotonic_ns()
+    while not watch.samples:
+        time.sleep(0.01)
+    time.sleep(0.05)
+    end = time.monotonic_ns()
+    watch.stop()
+    report = watch.report([Span('token', start, end, 'cuda:0', int((end - start) * 20), 0)])
+    moved = report['bandwidth']
+    assert moved['measured'] == pytest.approx(51.2) and moved['peak'] == pytest.approx(204.8)
+    assert moved['measured_share'] == pytest.approx(0.25)
+    assert 0 < moved['gpu'] <= 20 and moved['cpu'] == 0
+    assert moved['rest'] == pytest.approx(51.2 - moved['gpu'])
+    assert report['power_w'] == 30 and report['junction_c_max'] == 96
+    assert 'junction at 96.0' in report['throttled'][0]
+    text = format_report(report)
+    assert '51.20 GB/s (25% of the peak) in all' in text and 'throttled' in text
+
+
+def test_an_unknown_board_reports_unknown_values():
+    class Dark:
+        name = 'dark'
+
+        def read(self):
+            return Sample(whys={'emc_percent': NOT_PERMITTED})
+
+    watch = Watch([Dark()], 'a toaster')
+    while not watch.samples:
+        time.sleep(0.01)
+    watch.stop()
+    report = watch.report([])
+    assert report['bandwidth']['measured'] is None and report['gpu_percent'] is None
+    assert report['unknown'] == {'emc_percent': NOT_PERMITTED}
+    assert 'unknown in all' in format_report(report) and '0.0' not in format_report(
+        report).replace('0.00', '')
 
 
 # The command.

@@ -257,3 +257,14 @@ def test_replay_writes_a_trace(bags, quick, tmp_path, capsys):
     assert {'encode', 'prefill'} <= {e['name'] for e in events if e['ph'] == 'X'}
     assert main([*words, '--trace', '/nowhere/trace.json']) == 2
     assert '/nowhere/trace.json' in capsys.readouterr().err
+
+
+def test_replay_watches_the_board(bags, quick, tmp_path, capsys):
+    words = ['replay', str(bags['mcap']), '-q', 'What?', '--limit', '2', *quick, '--sensors']
+    assert main([*words, '--report', str(tmp_path), '--trace', str(tmp_path / 't.json')]) == 0
+    out = capsys.readouterr().out
+    assert 'in all: GPU stages' in out and 'board ' in out
+    report = json.loads((tmp_path / 'report.json').read_text())
+    assert report['sensors']['bandwidth']['cpu'] > 0 and report['sensors']['samples'] > 0
+    events = json.loads((tmp_path / 't.json').read_text())['traceEvents']
+    assert any(e['ph'] == 'X' for e in events)

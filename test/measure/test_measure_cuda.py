@@ -1,0 +1,58 @@
+"""On a GPU: stages account for the time, NVML is read, copies in streams arrive."""
+
+import time
+
+import pytest
+import torch
+
+from qwen_vl_ros.measure.interconnect import grid
+from qwen_vl_ros.measure.nvml import Nvml
+from qwen_vl_ros.measure.saturation import measure_device
+from qwen_vl_ros.measure.timeline import Timeline
+from qwen_vl_ros.measure.transport import Transport
+
+pytestmark = pytest.mark.gpu
+
+
+def test_device_stages_sum_to_the_wall_time():
+    """Stages on the stream of a request, one behind the other, within 3 % of the wall clock."""
+    from qwen_vl_ros.engine.stages import DeviceClock
+
+    device = torch.device('cuda', 0)
+    a = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+
+    def request():
+        timeline = Timeline()
+        clock = DeviceClock(timeline, device)
+        for name in ('encode', 'prefill', 'first_token', 'token'):
+            with clock.stage(name):
+                for _ in range(40):
+                    torch.mm(a, a)
+        torch.cuda.synchronize(device)
+        wall_ms = (time.monotonic_ns() - timeline.start_ns) / 1e6
+        return timeline, wall_ms
+
+    request()
+    best = min(abs(timeline.busy_ms() / wall_ms - 1) for timeline, wall_ms in (
+        request() for _ in range(10)))
+    assert best < 0.03
+
+
+def test_the_card_is_read():
+    sample = Nvml().read()
+    assert sample.gpu_memory_total_mb and sample.gpu_percent is not None
+    assert sample.temperatures['gpu'] > 0
+
+
+def test_the_card_is_measured():
+    device = measure_device(torch.device('cuda', 0), runs=3)
+    mode = device.modes['measured']
+    assert mode.gb_s > 100 and mode.tflops > 1 and device.launch_us < 100
+
+
+def test_copies_in_streams_arrive():
+    transport = Transport('cuda:0', 'cuda:0', 1 << 22)
+    for setting in grid((4096, 1 << 22)):
+        assert transport.time_one(setting) > 0
+        assert transport.received(0, setting.size)
+        assert transport.received(1, setting.size) or not setting.both
