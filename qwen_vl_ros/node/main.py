@@ -60,6 +60,17 @@ def load_engine(settings: Settings) -> Any:
     return engine
 
 
+def usage() -> str:
+    """Return what ``--help`` prints: how to set parameters, and which there are."""
+    lines = ['usage: qwen_vl_node [--ros-args -p NAME:=VALUE ... --params-file FILE -r FROM:=TO]',
+             '', 'The lifecycle node qwen_vl answers questions about camera topics until SIGINT.',
+             '', 'parameters (default):']
+    for spec in Settings.table():
+        default = list(spec.default) if isinstance(spec.default, tuple) else spec.default
+        lines.append(f"  {spec.metadata['name']} ({default!r})\n      {spec.metadata['text']}")
+    return '\n'.join(lines)
+
+
 def main(args: Sequence[str] | None = None, load: Any = load_engine) -> int:
     """
     Run the node until SIGINT or SIGTERM.
@@ -68,6 +79,10 @@ def main(args: Sequence[str] | None = None, load: Any = load_engine) -> int:
     :param load: makes the engine from settings.
     :return: 0 after a signal, 1 for parameters that cannot be used.
     """
+    words = list(sys.argv[1:] if args is None else args)
+    if not {'-h', '--help'}.isdisjoint(words):
+        print(usage())
+        return 0
     use_large_data_profile()
     import rclpy
     from rclpy.exceptions import ParameterException

@@ -93,6 +93,12 @@ def test_bad_parameters_at_start_end_with_one_line(programs, tmp_path, name, val
     assert program.output.count('\n') == 1 and words in program.output, program.output
 
 
+def test_help_names_the_parameters_and_ends(programs):
+    program = programs('-m', 'qwen_vl_ros.node.main', '--help')
+    assert program.wait() == 0
+    assert 'usage: qwen_vl_node' in program.output and 'max_image_age_s (2.0)' in program.output
+
+
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_signals_end_an_idle_and_a_busy_node(start_node, client, number):
     for question in (None, 'words=1000 delay=0.05', 'words=1 stuck=60'):
