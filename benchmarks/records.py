@@ -68,6 +68,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def alternate(
     work: dict[str, Callable[[int], object]], seconds: float, rounds: int = 12,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """
     Time several things in turns, so that what disturbs the machine disturbs all of them.
@@ -75,17 +76,19 @@ def alternate(
     :param work: name to function of a running number (for rotating buffers).
     :param seconds: for each of them.
     :param rounds: turns.
+    :param clock: ``time.process_time`` does not count what other programs took of the core; right
+        for work of one thread on a machine that is not quiet.
     :return: name to milliseconds of every call, the first round left out.
     """
     times: dict[str, list[float]] = {name: [] for name in work}
     count = dict.fromkeys(work, 0)
     for turn in range(rounds + 1):
         for name, function in work.items():
-            until = time.perf_counter() + (seconds / rounds if turn else 0.0)
+            until = clock() + (seconds / rounds if turn else 0.0)
             while True:
-                start = time.perf_counter()
+                start = clock()
                 function(count[name])
-                end = time.perf_counter()
+                end = clock()
                 count[name] += 1
                 if turn:
                     times[name].append((end - start) * 1e3)

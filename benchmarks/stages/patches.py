@@ -2,7 +2,8 @@
 From a camera frame to uint8 patches on the CPU, against transformers' image processors.
 
 Frames and outputs are taken in turns from more memory than the caches hold, for everybody: a
-camera's frame is not in the cache either. One-thread figures run with the process on one core.
+camera's frame is not in the cache either. One-thread figures run with the process on one core and
+are processor time, which other programs on that core do not lengthen; the others are wall time.
 The processors do more than the kernel (they write float32, normalised and doubled); the encoder
 behind the kernel does the rest inside its first product, which is what they are held against.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -121,15 +123,16 @@ def one_size(
     for threads in args.threads:
         torch.set_num_threads(threads)
         with one_core() if threads == 1 else all_cores():
-            times = alternate(work(threads), args.seconds)
+            times = alternate(work(threads), args.seconds, clock=clock_of(threads))
         cores = 1 if threads == 1 else len(os.sched_getaffinity(0))
         case: dict[str, Any] = {'size': name, 'resized': resized, 'path': 'cpu',
                                 'variant': Patcher().isa, 'encoding': 'rgb8', 'threads': threads,
                                 'cores': cores}
         value = median(times['ours'])
+        note = 'processor time' if threads == 1 else f'wall time, load {os.getloadavg()[0]:.1f}'
         for label in baselines:
             found.append(record('patches', case, 'ms', value, 'ms', times=times['ours'],
-                                baseline=(label, median(times[label]))))
+                                baseline=(label, median(times[label])), note=note))
         rate = moved / value / 1e6
         copy = 2 * frames[0].data.size / median(times['copy']) / 1e6
         found.append(record('patches', case, 'gb_s', rate, 'GB/s', baseline=('copy', copy),
@@ -153,13 +156,14 @@ def forms(isas: tuple[str, ...], args: argparse.Namespace) -> list[Record]:
     frames = {encoding: cases(size, encoding) for encoding in ENCODINGS}
     with one_core():
         times = alternate({isa: ours(Patcher(isa=isa), frames['rgb8']) for isa in isas},
-                          args.seconds)
+                          args.seconds, clock=clock_of(1))
         for isa in isas:
             found.append(record(
                 'patches', {'size': '1280x720', 'path': 'cpu', 'variant': isa, 'encoding': 'rgb8',
                             'threads': 1, 'form': 'instruction set'}, 'ms', median(times[isa]),
                 'ms', times=times[isa], baseline=('scalar', median(times['scalar']))))
-        times = alternate({e: ours(Patcher(), f) for e, f in frames.items()}, args.seconds / 2)
+        times = alternate({e: ours(Patcher(), f) for e, f in frames.items()}, args.seconds / 2,
+                          clock=clock_of(1))
         for encoding in ENCODINGS:
             found.append(record(
                 'patches', {'size': '1280x720', 'path': 'cpu', 'variant': Patcher().isa,
@@ -179,6 +183,11 @@ def memory(size: tuple[int, int]) -> list[Record]:
                note='peak resident memory beside frame and output, first call of a process'),
         record('patches', case, 'extra_over_output', extra / (height * width * 3), '',
                note='the same over the bytes of the patches')]
+
+
+def clock_of(threads: int) -> Callable[[], float]:
+    """Return the clock for work of so many threads."""
+    return time.process_time if threads == 1 else time.perf_counter
 
 
 @contextmanager
