@@ -89,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
         elif done.returncode:
             failed.append(name)
             print(done.stderr, file=sys.stderr)
-    _write_projection(folder / 'results')
+    if args.results is None:
+        _write_projection(folder / 'results')
     print(f'\nrecords in {path}')
     for line in left_out:
         print(f'left out: {line}')

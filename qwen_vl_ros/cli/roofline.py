@@ -54,6 +54,10 @@ def add_parser(subparsers) -> None:
                         help='larger pictures are reduced to it (%(default)s)')
     parser.add_argument('--no-fold', action='store_true',
                         help='projection over both frames of a still (K 1176), as in stock code')
+    parser.add_argument('--efficiency', nargs='+', default=[], metavar='STAGE=SHARE',
+                        help='project with these efficiencies (encode, prefill: of the peak rate; '
+                             'token: of the bandwidth), measured elsewhere; all three for a '
+                             'device that is no Orin')
     parser.add_argument('--json', metavar='FILE', help="write JSON; '-' is stdout")
     parser.add_argument('--devices', action='store_true', help='list devices and modes')
     parser.add_argument('--peers', action='store_true',
@@ -111,11 +115,28 @@ def _case(args: argparse.Namespace, cpu: bool) -> Any:
                 min_pixels=min(56 * 56, args.max_pixels), max_pixels=args.max_pixels)
 
 
+def _own(words: list[str]) -> dict[str, float]:
+    from qwen_vl_ros.measure.projection import OWN
+
+    out = {}
+    for word in words:
+        name, _, text = word.partition('=')
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if name not in OWN or not 0 < value <= 1:
+            raise CliError(f"--efficiency '{word}': expected one of {', '.join(OWN)} with a share "
+                           'over 0 to 1, such as token=0.8')
+        out[name] = value
+    return out
+
+
 def _document(args: argparse.Namespace) -> dict[str, Any]:
     from qwen_vl_ros.measure.headline import describe, summary
 
     if args.device != 'this':
-        return summary(_case(args, False), args.device, args.mode)
+        return summary(_case(args, False), args.device, args.mode, _own(args.efficiency))
     import torch
 
     from qwen_vl_ros.measure.saturation import measure_device

@@ -9,7 +9,10 @@ collector that does not answer is named once, not at every attempt.
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +22,9 @@ LOG = logging.getLogger(__name__)
 
 #: Seconds that closing may take where a collector is dead.
 CLOSE_S = 1.0
+
+#: Questions that may wait for the exporters.
+WAITING = 256
 
 
 class ExportError(Exception):
@@ -61,29 +67,59 @@ class Exporter(Protocol):
 
 
 class Exports:
-    """Several exporters as one; a fault of one is logged once and reaches nobody else."""
+    """
+    Several exporters as one; a fault of one is logged once and reaches nobody else.
+
+    What a question cost is handed to a thread of its own: the engine's goes on at once.
+    """
 
     def __init__(self, exporters: Sequence[Exporter]) -> None:
         self._exporters = tuple(exporters)
         self._faulty: set[int] = set()
+        self._full = False
+        self._queue: queue.Queue[Finished | None] = queue.Queue(WAITING)
+        self._thread: threading.Thread | None = None
+        if self._exporters:
+            self._thread = threading.Thread(target=self._work, name='exports', daemon=True)
+            self._thread.start()
 
     def __len__(self) -> int:
         """Return how many there are."""
         return len(self._exporters)
 
     def entered(self, request_id: str, stage: str) -> None:
-        """See :class:`Exporter`."""
+        """See :class:`Exporter`; told at once, on this thread."""
         self._each(lambda exporter: exporter.entered(request_id, stage))
 
     def finished(self, question: Finished) -> None:
         """See :class:`Exporter`; also writes a log line with the question's id."""
-        if self._exporters:
-            LOG.debug('request %s: %s %s in %.1f ms', question.timeline.request_id, question.code,
-                      question.finish_reason, question.timeline.total_ms())
+        if self._thread is None:
+            return
+        self.entered(question.timeline.request_id, '')
+        try:
+            self._queue.put_nowait(question)
+        except queue.Full:
+            if not self._full:
+                self._full = True
+                LOG.warning('exports fall behind: %d questions wait, further ones are not '
+                            'exported', WAITING)
+
+    def _work(self) -> None:
+        while (question := self._queue.get()) is not None:
+            self._hand_over(question)
+
+    def _hand_over(self, question: Finished) -> None:
+        LOG.debug('request %s: %s %s in %.1f ms', question.timeline.request_id, question.code,
+                  question.finish_reason, question.timeline.total_ms())
         self._each(lambda exporter: exporter.finished(question))
 
     def close(self) -> None:
-        """Close all."""
+        """Hand over what waits and close all."""
+        if self._thread is not None:
+            with suppress(queue.Full):
+                self._queue.put_nowait(None)
+            self._thread.join(CLOSE_S)
+            self._thread = None
         self._each(lambda exporter: exporter.close())
         self._exporters = ()
 

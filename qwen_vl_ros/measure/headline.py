@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -78,15 +78,17 @@ def format_headline(rows: Sequence[dict[str, Any]]) -> str:
     return '\n'.join(lines)
 
 
-def summary(case: Case, device_name: str, mode_name: str | None) -> dict[str, Any]:
+def summary(case: Case, device_name: str, mode_name: str | None,
+            own: Mapping[str, float] | None = None) -> dict[str, Any]:
     """
     Return picture, limits and, where they are valid, projections of one case, JSON-ready.
 
+    :param own: efficiencies that were given, see :func:`project`.
     :raises ValueError: for a device or mode that is not in the table.
     """
     device, mode_name, mode = find_device(device_name, mode_name)
     try:
-        projected: list[Projected] | None = project(case, device, mode)
+        projected: list[Projected] | None = project(case, device, mode, own)
         refusal = ''
     except NotValidatedError as error:
         projected, refusal = None, str(error)
@@ -98,7 +100,9 @@ def summary(case: Case, device_name: str, mode_name: str | None) -> dict[str, An
     else:
         _, checks = validated()
         out['projection'] |= {
-            'kind': 'projected', 'assumptions': list(ASSUMPTIONS),
+            'kind': 'projected', 'assumptions': list(ASSUMPTIONS) + [
+                f'efficiency of {name} given by hand: {value:.0%}'
+                for name, value in (own or {}).items()],
             'deviation_of_published_figures': {
                 f'{stage} {kind}': round(check.spread, 3)
                 for (stage, kind), check in checks.items() if check.good}}

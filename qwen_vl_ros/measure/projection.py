@@ -11,7 +11,7 @@ figure of :data:`~qwen_vl_ros.measure.peers.PEERS` and must reproduce the others
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -210,41 +210,56 @@ class Projected:
     part_of: str
 
 
-def project(case: Case, device: Device, mode: Mode) -> list[Projected]:
-    """
-    Return each stage's projected time on an Orin.
+#: Stages whose efficiency may be given: a share of the peak rate, ``token`` of the bandwidth.
+OWN = ('encode', 'prefill', 'token')
 
-    :raises NotValidatedError: for a device that is no Orin, and for weight formats whose
-        efficiency did not reproduce the published figures.
+
+def project(case: Case, device: Device, mode: Mode,
+            own: Mapping[str, float] | None = None) -> list[Projected]:
     """
-    if not device.orin:
-        raise NotValidatedError(f'no efficiencies are published for {device.title}: limits only')
-    if case.format == 'fp32':
-        raise NotValidatedError('no figure with 32-bit weights is published for an Orin')
+    Return each stage's projected time, from published efficiencies (Orin only) or given ones.
+
+    :param own: efficiencies measured elsewhere, by a name of :data:`OWN`; the published ones stand
+        in for those left out. One of ``token`` holds the time between kernels already.
+    :raises NotValidatedError: for a device that is no Orin without all three, and for weight
+        formats whose efficiency did not reproduce the published figures.
+    """
+    own = own or {}
+    if set(own) < set(OWN):
+        if not device.orin:
+            raise NotValidatedError(
+                f'no efficiencies are published for {device.title}: limits only')
+        if case.format == 'fp32':
+            raise NotValidatedError('no figure with 32-bit weights is published for an Orin')
     kind = FORMATS[case.format].kind
     # Weights that are widened before a matrix product: fp16 rates hold for 8 bits too.
-    keys = {'encode': ('encode', 'fp16'), 'projection': ('encode', 'fp16'),
-            'prefill': ('prefill', 'w4' if kind == 'w4' else 'fp16'),
-            'first_token': ('token', kind), 'token': ('token', kind)}
+    keys = {'encode': ('encode', 'fp16'), 'prefill': ('prefill', 'w4' if kind == 'w4' else 'fp16'),
+            'token': ('token', kind)}
     fit, checks = validated()
-    for key in set(keys.values()):
+    share = dict(own)
+    for name, key in keys.items():
+        if name in own:
+            continue
         if key not in checks or not checks[key].good:
             raise NotValidatedError(
                 f'{key[0]} with {key[1]} weights did not reproduce the published figures within '
                 f'{TOLERANCE:.0%}: ' + '; '.join(checks[key].misses if key in checks else ()))
+        share[name] = fit.efficiency[key]
+    gaps = 0.0 if 'token' in own else layer_ms(
+        case.shape.language.layers, fit.layer_us, device, mode)
+    belongs = {'projection': 'encode', 'first_token': 'token'}
     out = []
     for stage in stages(case):
         roofs = limit(stage, mode, device.launch_us)
         ms = roofs.ms
-        if stage.name in keys:
-            key = keys[stage.name]
+        name = belongs.get(stage.name, stage.name)
+        if name in share:
             # Decoding alone tells how much of the bandwidth a kernel gets.
-            moved = fit.efficiency['token', kind if key[0] != 'encode' else 'fp16']
-            ms = roofs.memory / moved
-            if key[0] != 'token':
-                ms = max(ms, roofs.compute / fit.efficiency[key])
+            ms = roofs.memory / share['token']
+            if name != 'token':
+                ms = max(ms, roofs.compute / share[name])
         if stage.name == 'token':
-            ms += layer_ms(case.shape.language.layers, fit.layer_us, device, mode)
+            ms += gaps
         out.append(Projected(stage.name, stage.count, roofs, ms, stage.part_of))
     return out
 

@@ -60,11 +60,13 @@ class Point:
 
 
 def timed(work: Callable[[], Any], device: torch.device, runs: int,
-          between: Callable[[], Any] | None = None) -> float:
+          between: Callable[[], Any] | None = None,
+          middle: Callable[[list[float]], float] = median) -> float:
     """
     Return the median milliseconds of ``work``, after one run that does not count.
 
     :param between: run before each, untimed; for example to empty caches.
+    :param middle: of the times; ``min`` for a peak, which a disturbance can only lower.
     """
     times = []
     for number in range(runs + 1):
@@ -83,7 +85,7 @@ def timed(work: Callable[[], Any], device: torch.device, runs: int,
             spent = (time.perf_counter_ns() - started) / 1e6
         if number:
             times.append(spent)
-    return median(times)
+    return middle(times)
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
@@ -91,21 +93,23 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == 'cuda' else torch.float32
 
 
-def measure_device(device: torch.device, runs: int = 7) -> Device:
+def measure_device(device: torch.device, runs: int = 9) -> Device:
     """
-    Measure copy bandwidth, GEMM rate and the time of an empty kernel.
+    Measure bandwidth (the better of reading and copying), GEMM rate and the time of a launch.
 
     :return: a device with the one mode ``measured``.
     """
     words = COLD_BYTES[device.type] // 4
     source = torch.ones(words, device=device)
     target = torch.empty_like(source)
-    copied = timed(lambda: target.copy_(source), device, runs)
+    copied = timed(lambda: target.copy_(source), device, runs, middle=min)
+    summed = timed(source.sum, device, runs, middle=min)
+    gb_s = max(2 * source.nbytes / copied, source.nbytes / summed) / 1e6
     side = 8192 if device.type == 'cuda' else 1024
     dtype = default_dtype(device)
     a = torch.ones(side, side, device=device, dtype=dtype)
     product = torch.empty_like(a)
-    multiplied = timed(lambda: torch.mm(a, a, out=product), device, runs)
+    multiplied = timed(lambda: torch.mm(a, a, out=product), device, runs, middle=min)
     small = torch.ones(16, device=device, dtype=dtype)
     count = 200
 
@@ -116,10 +120,10 @@ def measure_device(device: torch.device, runs: int = 7) -> Device:
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else 'this CPU'
     return Device(
         name, 'measured',
-        {'measured': Mode(2 * source.nbytes / copied / 1e6, 2 * side ** 3 / multiplied / 1e9)},
+        {'measured': Mode(gb_s, 2 * side ** 3 / multiplied / 1e9)},
         launch_us=timed(launches, device, runs) / count * 1e3,
-        source=f'measured: copy of {source.nbytes >> 20} MiB, {side}x{side} product in '
-               f'{str(dtype).removeprefix("torch.")}, {count} small operations')
+        source=f'measured: best of copy and sum of {source.nbytes >> 20} MiB, {side}x{side} '
+               f'product in {str(dtype).removeprefix("torch.")}, {count} small operations')
 
 
 def sweep(device: torch.device, measured: Device, most_rows: int = 4096,

@@ -145,7 +145,6 @@ def test_this_machine_has_a_name():
 def test_two_stages_run_and_one_is_left_out(tmp_path, capsys, monkeypatch):
     path = tmp_path / 'here.json'
     monkeypatch.setitem(command.QUICK, 'roofline', ['--most-rows', '1', '--threads', '1'])
-    monkeypatch.setattr(command, '_write_projection', lambda folder: None)
     words = ['bench', '--quick', 'roofline', 'interconnect', '--results', str(path)]
     assert main(words) == 0
     out = capsys.readouterr().out

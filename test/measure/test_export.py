@@ -239,7 +239,7 @@ class FakeTracetools:
 def test_stages_become_callbacks_with_their_names():
     library = FakeTracetools()
     points = Tracepoints(library)
-    for stage in ('vision', 'prefill'):
+    for stage in ('vision', 'prefill', ''):
         points.entered('q', stage)
     points.finished(question())
     points.entered('q', 'vision')
@@ -276,7 +276,7 @@ def test_the_real_library_takes_the_calls():
 
 def test_a_broken_exporter_is_logged_once_and_the_others_are_told(caplog):
     class Broken:
-        def finished(self, question):
+        def finished(self, *arguments):
             raise KeyError('x')
 
         entered = close = finished
@@ -295,16 +295,53 @@ def test_a_broken_exporter_is_logged_once_and_the_others_are_told(caplog):
     exports = Exports([Broken(), good])
     exports.entered('q', 'vision')
     exports.finished(question())
-    exports.finished(question())
-    assert good == ['vision', 'none', 'none']
+    exports.finished(question('deadline'))
+    exports.close()
+    assert [g for g in good if g] == ['vision', 'none', 'deadline', 'closed']
+    assert good.count('') == 2
     assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
 
 
 def test_the_log_holds_the_request_id(caplog):
     class Silent:
-        def finished(self, question):
+        def finished(self, *arguments):
             pass
 
+        entered = close = finished
+
     caplog.set_level(logging.DEBUG)
-    Exports([Silent()]).finished(question(name='run-7'))
+    exports = Exports([Silent()])
+    exports.finished(question(name='run-7'))
+    exports.close()
     assert 'run-7' in caplog.text and '230.0 ms' in caplog.text
+
+
+def test_exporters_that_fall_behind_lose_questions_but_hold_up_nobody(caplog, monkeypatch):
+    from qwen_vl_ros.measure import export
+
+    monkeypatch.setattr(export, 'WAITING', 2)
+    go = threading.Event()
+
+    class Slow(list):
+        def finished(self, question):
+            go.wait(10)
+            self.append(question)
+
+        def entered(self, request_id, stage):
+            pass
+
+        def close(self):
+            pass
+
+    slow = Slow()
+    exports = Exports([slow])
+    asked = [question() for _ in range(20)]
+    start = time.monotonic()
+    for one in asked:
+        exports.finished(one)
+    assert time.monotonic() - start < 5
+    assert caplog.text.count('fall behind') == 1
+    go.set()
+    wait_for(lambda: exports._queue.empty())
+    exports.close()
+    assert 2 <= len(slow) <= 3

@@ -179,6 +179,20 @@ def test_other_devices_and_formats_get_limits_only():
         projection.project(Case(SHAPES['2b'], 'fp32'), device, mode)
 
 
+def test_efficiencies_measured_elsewhere_take_the_place_of_published_ones():
+    case, own = Case(SHAPES['2b']), {'encode': 0.6, 'prefill': 0.6, 'token': 0.78}
+    device, _, mode = find_device('h200', None)
+    parts = {p.name: p for p in projection.project(case, device, mode, own)}
+    assert parts['token'].ms == pytest.approx(parts['token'].limit.memory / 0.78)
+    assert parts['encode'].ms == pytest.approx(parts['encode'].limit.compute / 0.6)
+    with pytest.raises(projection.NotValidatedError, match='limits only'):
+        projection.project(case, device, mode, {'token': 0.78})
+    orin, _, mode = find_device('orin-agx-64', None)
+    mixed = {p.name: p.ms for p in projection.project(case, orin, mode, {'encode': 0.9})}
+    plain = {p.name: p.ms for p in projection.project(case, orin, mode)}
+    assert mixed['encode'] < plain['encode'] and mixed['token'] == plain['token']
+
+
 def test_projected_times_never_beat_the_limits():
     for name, device in DEVICES.items():
         for mode in device.modes.values():
@@ -229,6 +243,9 @@ def test_command_for_people(capsys):
     assert code == 0 and 'projected' in out.out and 'assumes:' in out.out
     code, out = run(capsys, '--device', 'h200', '--model', str(TINY / 'config.json'))
     assert code == 0 and 'not projected' in out.out and 'launches' in out.out
+    code, out = run(capsys, '--device', 'h200', '--efficiency', 'encode=.6', 'prefill=.6',
+                    'token=.78')
+    assert code == 0 and 'efficiency of token given by hand: 78%' in out.out
     code, out = run(capsys, '--peers')
     assert code == 0 and 'REFUSED' in out.out and 'not comparable' in out.out
     code, out = run(capsys, '--devices')
@@ -242,6 +259,7 @@ def test_command_for_people(capsys):
     (['--size', '640'], 'WxH'), (['--size', '1x65000'], 'narrow'), (['--keep', '0'], '--keep'),
     (['--dtype', 'int3'], 'w4-head8'), (['--model', 'nowhere'], '2b'), (['--patch', '0'], '1 to'),
     (['--answer', '0'], '--answer'), (['--table', '--device', 'h200'], 'Orin'),
+    (['--efficiency', 'token=2'], 'share'), (['--efficiency', 'x=1'], 'encode'),
     (['--max-pixels', '10'], '2x2'), (['--json', '/nowhere/x.json'], '/nowhere/x.json')])
 def test_command_refuses_with_one_sentence(capsys, words, named):
     code, out = run(capsys, *words)
