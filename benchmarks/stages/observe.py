@@ -12,7 +12,9 @@ import os
 import socket
 import time
 
-from benchmarks.records import Record, alternate, median, record
+import torch
+
+from benchmarks.records import Record, median, record
 from benchmarks.stages.answer import ask, picture
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.measure.export import Exports, Finished, open_exports
@@ -22,12 +24,13 @@ from qwen_vl_ros.share import share
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument('--seconds', type=float, default=15.0, help='for each thing that is timed')
+    parser.add_argument('--answers', type=int, default=100, help='with and without')
     parser.add_argument('--tokens', type=int, default=8, help='of an answer')
 
 
 def run(args: argparse.Namespace) -> list[Record]:
     """Time answers with and without exports."""
+    torch.set_num_threads(1)
     engine = Engine.load(str(share('models', 'tiny')), device='cpu', repetition_window=0)
     engine.end_tokens = frozenset()
     pictures = [picture((320, 240), seed) for seed in range(8)]
@@ -36,18 +39,21 @@ def run(args: argparse.Namespace) -> list[Record]:
         dead = probe.getsockname()[1]
     os.environ['OTEL_EXPORTER_OTLP_ENDPOINT'] = f'http://127.0.0.1:{dead}'
     on, off = open_exports(otel=True, prometheus_port=_free(), ros2_tracing=True), Exports(())
-    count, handing_over = len(on), []
+    count = len(on)
+    handing_over: list[float] = []
 
-    def answers(exports: Exports):
-        def work(number: int) -> None:
-            line = ask(engine, pictures[number % 8], args.tokens)
+    times: dict[str, list[float]] = {'on': [], 'off': []}
+    for number in range(args.answers):
+        # One after the other, not in blocks: what disturbs the machine disturbs both.
+        for name, exports in (('on', on), ('off', off)):
             started = time.perf_counter_ns()
+            line = ask(engine, pictures[number % 8], args.tokens)
+            answered = time.perf_counter_ns()
             exports.finished(Finished(line, output_tokens=args.tokens))
-            if exports is on:
-                handing_over.append((time.perf_counter_ns() - started) / 1e6)
-        return work
-
-    times = alternate({'on': answers(on), 'off': answers(off)}, args.seconds)
+            ended = time.perf_counter_ns()
+            times[name].append((ended - started) / 1e6)
+            if name == 'on':
+                handing_over.append((ended - answered) / 1e6)
     with_exports, without = median(times['on']), median(times['off'])
     line = ask(engine, pictures[0], args.tokens)
     per_span_us = span_cost_us()
