@@ -61,7 +61,7 @@ demo: $(MESSAGES) $(KERNELS)
 test: $(MESSAGES) $(KERNELS)
 	@$(PY) -m pytest
 
-bench: $(MESSAGES)
+bench: $(MESSAGES) $(KERNELS)
 	@$(PY) -m qwen_vl_ros.cli.main bench
 
 lint: $(MESSAGES)
