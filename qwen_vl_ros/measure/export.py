@@ -172,4 +172,7 @@ def open_exports(*, otel: bool = False, prometheus_port: int = 0, ros2_tracing: 
             exporters.append(make())
         except ExportError as error:
             LOG.log(level, '%s', error)
+        except Exception as error:
+            # A package of another version, a full disk: never a reason not to answer.
+            LOG.warning('an export cannot be opened: %s: %s', type(error).__name__, error)
     return Exports(exporters)

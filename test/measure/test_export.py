@@ -216,6 +216,13 @@ def test_a_taken_port_is_named_and_the_rest_works(caplog):
     assert 'cannot listen on 127.0.0.1' in caplog.text
 
 
+def test_a_package_of_another_version_is_named_and_nothing_is_raised(monkeypatch, caplog):
+    prometheus_client = pytest.importorskip('prometheus_client')
+    monkeypatch.setattr(prometheus_client, 'start_http_server', lambda *a, **k: None)
+    assert len(open_exports(prometheus_port=9999)) == 0
+    assert 'an export cannot be opened: TypeError' in caplog.text
+
+
 # ros2_tracing
 
 class FakeTracetools:
