@@ -45,5 +45,8 @@ def run(args: argparse.Namespace) -> list[Record]:
         found.append(record('roofline', case, 'share_of_limit', point.attainable_ms / point.ms, '',
                             note=f'{point.gb_s:.1f} GB/s, {point.tflops:.3f} TFLOP/s'))
     if args.plot:
-        plot(points, measured, args.plot)
+        try:
+            plot(points, measured, args.plot)
+        except ImportError:
+            print('no plot: matplotlib is missing')
     return found

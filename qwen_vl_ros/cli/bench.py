@@ -80,7 +80,9 @@ def run(args: argparse.Namespace) -> int:
         print(f'== {name}', flush=True)
         done = subprocess.run(
             [sys.executable, str(folder / 'run.py'), '--stage', name, '--json', str(path),
-             *(QUICK.get(name, []) if args.quick else [])],
+             *(QUICK.get(name, []) if args.quick else []),
+             *(['--plot', str(path.with_name(f'{path.stem}-saturation.png'))]
+               if name == 'roofline' else [])],
             cwd=ROOT, stderr=subprocess.PIPE, text=True)
         last = (done.stderr.strip().splitlines() or [''])[-1]
         if done.returncode == 1 and last.startswith(f'{name}: '):

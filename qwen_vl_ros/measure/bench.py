@@ -192,6 +192,9 @@ def render(folder: Path, readme: Path) -> list[Path]:
         if plot(records, image, path.stem):
             written.append(image)
             parts += [f'![{path.stem}: ours beside the baseline]({folder.name}/{image.name})', '']
+        curve = folder / f'{path.stem}-saturation.png'
+        if curve.exists():
+            parts += [f'![{path.stem}: saturation]({folder.name}/{curve.name})', '']
         modes = [r for r in records if 'mode' in r['case'] and r['kind'] == 'projected']
         if modes:
             usual = [r for r in modes if r['case']['size'] == '640x480']
