@@ -2,68 +2,20 @@
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
-import shlex
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any
 
-Record = dict[str, Any]
+from qwen_vl_ros.measure.record import ROOT, Record, machine, percentile, record, tidy
 
-ROOT = Path(__file__).resolve().parents[1]
+__all__ = ['ROOT', 'CannotRun', 'Record', 'alternate', 'machine', 'median', 'percentile', 'record',
+           'table', 'tidy', 'write']
 
 
 class CannotRun(Exception):
     """Something that the stage needs is missing here."""
-
-
-def record(
-    stage: str, case: dict[str, Any], metric: str, value: float, unit: str, *,
-    times: Sequence[float] = (), kind: str = 'measured', baseline: tuple[str, float] | None = None,
-    higher_is_better: bool = False, note: str = '',
-) -> Record:
-    """
-    Return one record.
-
-    :param times: the single measurements that ``value`` is the median of, in ``unit``.
-    :param kind: ``measured``, ``projected`` or ``computed``.
-    :param baseline: name and value of what it is held against: same run, machine and input.
-    :param note: what a reader must know to read the number.
-    """
-    made: Record = {
-        'stage': stage, 'case': case, 'metric': metric, 'value': tidy(value), 'unit': unit,
-        'p95': tidy(percentile(times, 95)) if times else None, 'runs': len(times) or 1,
-        'kind': kind, 'baseline': None, 'ratio': None}
-    if times:
-        made['min'] = tidy(min(times))
-    if baseline is not None:
-        name, other = baseline
-        made['baseline'] = {'name': name, 'value': tidy(other)}
-        made['ratio'] = tidy(value / other if higher_is_better else other / value)
-    if note:
-        made['note'] = note
-    made.update(machine=machine(), commit=commit(), command=command(),
-                date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds'))
-    return made
-
-
-def tidy(value: float) -> float:
-    """Return four significant digits."""
-    return float(f'{value:.4g}')
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that ``percent`` of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 def alternate(
@@ -102,43 +54,6 @@ def median(times: Sequence[float]) -> float:
     return statistics.median(times)
 
 
-@cache
-def machine() -> str:
-    """Name GPU, or processor, and the versions that matter."""
-    parts = []
-    torch = sys.modules.get('torch')
-    if torch is not None and torch.cuda.is_available():
-        parts.append(torch.cuda.get_device_name(0))
-        done = _output('nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader')
-        parts.append(f'driver {done.splitlines()[0]}' if done else 'driver unknown')
-    model = next((line.split(':', 1)[1].strip() for line in _cpuinfo()
-                  if line.startswith('model name')), platform.machine())
-    parts.append(f'{model}, {len(os.sched_getaffinity(0))} cores')
-    parts += [f'{name} {sys.modules[module].__version__}' for name, module in (
-        ('torch', 'torch'), ('transformers', 'transformers'), ('Pillow', 'PIL'),
-        ('torchvision', 'torchvision')) if hasattr(sys.modules.get(module), '__version__')]
-    return ', '.join(parts)
-
-
-@cache
-def commit() -> str:
-    """Return the short commit, with ``+`` where files differ from it."""
-    name = _output('git', '-C', str(ROOT), 'rev-parse', '--short', 'HEAD')
-    if not name:
-        return 'unknown'
-    changed = _output('git', '-C', str(ROOT), 'status', '--porcelain', '--untracked-files=no',
-                      '--', 'kernels', 'qwen_vl_ros', 'benchmarks/*.py', 'benchmarks/stages')
-    return name + ('+' if changed else '')
-
-
-def command() -> str:
-    """Return the command line, with paths as seen from the repository."""
-    words = [os.path.relpath(word, ROOT) if word.startswith(str(ROOT)) else word
-             for word in sys.argv]
-    words[0] = os.path.relpath(Path(sys.argv[0]).resolve(), ROOT)
-    return shlex.join(['python', *words])
-
-
 def write(path: Path, found: list[Record]) -> None:
     """Add records to a file; those of the same stage, case and metric are replaced."""
     def key(one: Record) -> str:
@@ -165,18 +80,3 @@ def table(found: list[Record]) -> str:
         number = f"{one['value']:>9g} {one['unit']:<5}"
         lines.append(f"{case:<44} {one['metric']:<18} {number}{against}")
     return '\n'.join(lines)
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path('/proc/cpuinfo').read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _output(*arguments: str) -> str:
-    try:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return ''
-    return done.stdout.strip() if done.returncode == 0 else ''

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 def made(stage='decode', metric='ms_per_token', value=10.0, unit='ms', kind='measured', **case):
     return record(stage, {'model': 'tiny', **case}, metric, value, unit, runs=3, kind=kind,
-                  baseline=('transformers eager', 2 * value), ratio=2.0)
+                  baseline=('transformers eager', 2 * value))
 
 
 @pytest.fixture(scope='module')
