@@ -8,14 +8,13 @@ from rclpy.action import ActionClient
 
 
 def main() -> int:
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     rclpy.init()
     node = rclpy.create_node('ask_client')
     client = ActionClient(node, AnswerQuestion, '/qwen_vl/answer_question')
-    if not client.wait_for_server(timeout_sec=10.0):
-        print('no node /qwen_vl answers questions', file=sys.stderr)
-        return 1
+    client.wait_for_server(timeout_sec=10.0) or sys.exit('no node /qwen_vl answers questions')
     goal = AnswerQuestion.Goal(question=sys.argv[1], cameras=sys.argv[2:3])
-    goal.deadline.sec = 20
     shown = []
 
     def show(message):
@@ -27,7 +26,6 @@ def main() -> int:
     ended = sent.result().get_result_async()
     rclpy.spin_until_future_complete(node, ended)
     result = ended.result().result
-    # The first words are lost where the node has not seen this client's subscription yet.
     print('' if ''.join(shown) == result.answer.text else f'\n{result.answer.text}')
     if result.error_code != AnswerQuestion.Result.NONE:
         print(f'error {result.error_code}: {result.error_msg}', file=sys.stderr)
@@ -35,4 +33,7 @@ def main() -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (KeyboardInterrupt, AttributeError):  # Ctrl-C leaves what was waited for without result
+        sys.exit(130)

@@ -222,7 +222,9 @@ class FrameStore:
         :param max_age_ns: older newest frames are refused; ``None`` takes any.
         :raises EngineError: BAD_REQUEST for an unknown camera, NO_IMAGE, STALE_IMAGE.
         """
-        chosen = tuple(cameras) or self.cameras[:1]
+        # A camera may be asked for as it was configured ('/front') or as it is listed ('front').
+        chosen = tuple(c if c in self._slots else c.strip('/') for c in cameras)
+        chosen = chosen or self.cameras[:1]
         if not chosen:
             raise EngineError(ErrorCode.BAD_REQUEST, 'no camera is configured')
         visuals = []

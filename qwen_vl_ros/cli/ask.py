@@ -18,6 +18,7 @@ from qwen_vl_ros.cli.common import (
     load_engine,
 )
 from qwen_vl_ros.decode import FrameError, decode_compressed
+from qwen_vl_ros.engine.errors import ErrorCode
 from qwen_vl_ros.engine.types import Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.measure.report import format_stages, stage_table
@@ -74,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     exchange = ask_engine(
         engine, args.question, ask_options(args), lambda: visuals,
         on_text=(lambda text: None) if args.json else _show)
+    if exchange.error_code == ErrorCode.BAD_REQUEST.name:
+        raise CliError(exchange.error)
     if args.json:
         print(json.dumps(exchange.to_dict(), ensure_ascii=False, indent=1))
         return 0 if exchange.answer else 1

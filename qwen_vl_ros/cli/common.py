@@ -89,12 +89,14 @@ def load_engine(args: argparse.Namespace) -> Engine:
     :raises CliError: when none is named and none comes with the package.
     :raises EngineError: when it cannot be loaded.
     """
+    if not 0 <= args.seed < 1 << 63:
+        raise CliError(f'--seed is {args.seed}; expected 0 to 2^63 - 1')
     path = args.model or default_model()
     if path is None:
         raise CliError('no model: name a Hugging Face Qwen2-VL folder with --model PATH')
     if args.threads is not None:
-        if args.threads < 1:
-            raise CliError(f'--threads is {args.threads}; expected at least 1')
+        if not 1 <= args.threads <= 1024:
+            raise CliError(f'--threads is {args.threads}; expected 1 to 1024')
         import torch
 
         torch.set_num_threads(args.threads)

@@ -88,6 +88,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone; Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        where = f' {error.filename}' if error.filename else ''
+        print(f'qwen_vl {args.command}: cannot read or write{where}: {error.strerror or error}',
+              file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -92,3 +92,12 @@ class Constraints:
             raise EngineError(
                 ErrorCode.BAD_SCHEMA, f'json_schema is refused: {one_line(matcher.get_error())}')
         return Constraint(matcher, self._vocab)
+
+
+def is_json(text: str) -> bool:
+    """Return whether a text is one whole JSON value."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from qwen_vl_ros.engine.errors import one_line
 from qwen_vl_ros.node.parameters import Settings
 from qwen_vl_ros.share import share, use_large_data_profile
 
@@ -89,6 +90,7 @@ def main(args: Sequence[str] | None = None, load: Any = load_engine) -> int:
     from rclpy.executors import SingleThreadedExecutor
     from rclpy.signals import SignalHandlerOptions
 
+    from qwen_vl_ros.node.guard import guard_services
     from qwen_vl_ros.node.node import QwenVlNode
 
     ending = threading.Event()
@@ -99,8 +101,12 @@ def main(args: Sequence[str] | None = None, load: Any = load_engine) -> int:
         if first and threading.current_thread() is threading.main_thread():
             raise Ended
 
-    rclpy.init(args=None if args is None else list(args),
-               signal_handler_options=SignalHandlerOptions.NO)
+    try:
+        rclpy.init(args=None if args is None else list(args),
+                   signal_handler_options=SignalHandlerOptions.NO)
+    except Exception as error:  # a params file or remap that rcl cannot read
+        print(f'qwen_vl: the ROS arguments cannot be used: {one_line(error)}', file=sys.stderr)
+        return 1
     try:
         node = QwenVlNode(load)
     except (ParameterException, ValueError) as error:
@@ -109,6 +115,10 @@ def main(args: Sequence[str] | None = None, load: Any = load_engine) -> int:
         return 1
     handler = RosLog(node.get_logger())
     logging.getLogger('qwen_vl_ros').addHandler(handler)
+    logger = node.get_logger()
+    guard_services(node, lambda name, error: logger.warning(
+        f'{name} refused a request: {type(error).__name__}: {one_line(error)}',
+        throttle_duration_sec=1.0))
     executor = SingleThreadedExecutor()
     executor.add_node(node)
     spinning = threading.Thread(

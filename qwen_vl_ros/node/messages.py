@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -13,6 +12,7 @@ from qwen_vl_msgs.srv import Ask
 from std_msgs.msg import Header
 
 from qwen_vl_ros.engine import types
+from qwen_vl_ros.engine.constrain import is_json
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.node.parameters import MAX_DEADLINE_S, Settings
@@ -42,6 +42,10 @@ def question_from_goal(
     if goal.max_new_tokens:
         options['max_new_tokens'] = goal.max_new_tokens
     if goal.keep_ratio:
+        if not 0 < goal.keep_ratio <= 1:
+            raise EngineError(
+                ErrorCode.BAD_REQUEST,
+                f'keep_ratio is {goal.keep_ratio}; expected in (0, 1], or 0 for the default')
         options['keep_ratio'] = goal.keep_ratio
     max_age_s = seconds(goal.max_image_age)
     if max_age_s < 0:
@@ -89,12 +93,19 @@ def header_of(job: Job) -> Header:
     return header
 
 
-def answer_message(job: Job, outcome: Outcome, peak_gb_s: float = math.nan) -> Answer:
+def answer_message(
+    job: Job | None, outcome: Outcome, peak_gb_s: float = math.nan,
+) -> Answer:
     """
     Return the message for a question that ended, well or not.
 
+    :param job: ``None`` for a question that was refused before it was one.
     :param peak_gb_s: the device's memory bandwidth, 1e9 bytes/s; NaN when unknown.
     """
+    if job is None:
+        message = Answer(finish_reason=outcome.code.name.lower(), confidence=math.nan)
+        message.metrics.bandwidth_utilization = math.nan
+        return message
     question, answer = job.question, outcome.answer
     message = Answer(
         header=header_of(job), question_id=question.question_id, question=question.text,
@@ -104,21 +115,18 @@ def answer_message(job: Job, outcome: Outcome, peak_gb_s: float = math.nan) -> A
         message.metrics.bandwidth_utilization = math.nan
         message.metrics.image_age = job.image_age_ns / 1e6
         return message
-    message.finish_reason = answer.finish_reason
+    # Also a partial answer of a question that failed says why it failed.
+    message.finish_reason = (
+        answer.finish_reason if outcome.code in (
+            ErrorCode.NONE, ErrorCode.CANCELLED, ErrorCode.DEADLINE)
+        else outcome.code.name.lower())
     message.text = answer.text
-    if question.options.get('json_schema') and _is_json(answer.text):
+    if question.options.get('json_schema') and is_json(answer.text):
         message.json = answer.text
     message.confidence = float(answer.confidence)
     message.metrics = metrics_message(answer, peak_gb_s)
     return message
 
-
-def _is_json(text: str) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 def metrics_message(answer: types.Answer, peak_gb_s: float = math.nan) -> InferenceMetrics:

@@ -288,8 +288,7 @@ class QwenVlNode(LifecycleNode):
     async def _on_ask(self, request: Ask.Request, response: Ask.Response) -> Ask.Response:
         job, outcome = await self._answer(
             lambda name: messages.question_from_ask(request, self.settings, name))
-        if job is not None:
-            response.answer = messages.answer_message(job, outcome, self._peak_gb_s)
+        response.answer = messages.answer_message(job, outcome, self._peak_gb_s)
         response.error_code, response.error_msg = int(outcome.code), outcome.message
         return response
 
@@ -310,8 +309,7 @@ class QwenVlNode(LifecycleNode):
             feedback, started)
         self._goals.pop(goal_id, None)
         result = AnswerQuestion.Result()
-        if job is not None:
-            result.answer = messages.answer_message(job, outcome, self._peak_gb_s)
+        result.answer = messages.answer_message(job, outcome, self._peak_gb_s)
         result.error_code, result.error_msg = int(outcome.code), outcome.message
         if outcome.code == ErrorCode.NONE:
             handle.succeed()

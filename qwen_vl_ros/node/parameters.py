@@ -8,6 +8,7 @@ what ``docs/interfaces.md`` is held against.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -36,6 +37,9 @@ ROS_TYPES = {
     str: ParameterType.PARAMETER_STRING,
     tuple: ParameterType.PARAMETER_STRING_ARRAY,
 }
+
+#: A topic's name: absolute, private or relative (ros2/design, topic and service names).
+TOPIC = re.compile(r'(~/|/)?[A-Za-z_]\w*(/[A-Za-z_]\w*)*', re.ASCII)
 
 
 def parameter(name: str, default: Any, when: str, text: str, *, low: float | None = None,
@@ -232,7 +236,10 @@ class Settings:
             if not name.lstrip('/') or (given and not topic):
                 raise ValueError(f"cameras: '{entry}' is neither NAME nor NAME=TOPIC")
             topic = topic or f'{name}/image_raw'
-            name = name.lstrip('/')
+            if not TOPIC.fullmatch(topic):
+                raise ValueError(f"cameras: '{topic}' of '{entry}' cannot be the name of a topic: "
+                                 'letters, digits, _ and / only, no digit first')
+            name = name.strip('/')
             if name in topics:
                 raise ValueError(f"cameras: '{name}' comes twice")
             topics[name] = topic

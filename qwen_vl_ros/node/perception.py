@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from qwen_vl_ros.decode import FrameError
+from qwen_vl_ros.engine.constrain import is_json
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.types import Delta, Done, Request, Stage, Visual
 from qwen_vl_ros.measure.timeline import Timeline
@@ -122,6 +123,11 @@ class Perception:
             raise EngineError(ErrorCode.UNKNOWN, 'the engine ended without an answer')
         stopped = job.stopped
         if stopped is None or answer.finish_reason not in ('cancelled', 'deadline'):
+            if request.json_schema and not is_json(answer.text):
+                return Outcome(
+                    ErrorCode.BAD_SCHEMA,
+                    f'the answer ended ({answer.finish_reason}) before it was whole JSON; a '
+                    'larger max_new_tokens or a simpler schema may help', answer)
             return Outcome(ErrorCode.NONE, answer=answer)
         reason = 'deadline' if stopped.code == ErrorCode.DEADLINE else 'cancelled'
         return replace(stopped, answer=replace(answer, finish_reason=reason))

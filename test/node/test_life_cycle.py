@@ -158,3 +158,20 @@ def test_ages_follow_simulated_time(start_node, client):
     at(103)
     wait_for(lambda: client.ask('what?').error_code == CODES.STALE_IMAGE)
     assert '3.00 s old' in client.ask('what?').error_msg
+
+
+def test_a_transition_that_is_not_possible_is_answered(node, client):
+    from lifecycle_msgs.srv import ChangeState
+    for number in (1, 99):  # configure while active; no such transition
+        request = ChangeState.Request()
+        request.transition.id = number
+        assert not client.call(ChangeState, '/qwen_vl/change_state', request).success
+
+
+def test_a_parameter_of_no_type_is_answered_with_the_reason(node, client):
+    from rcl_interfaces.msg import Parameter, ParameterValue
+    from rcl_interfaces.srv import SetParameters
+    request = SetParameters.Request(parameters=[
+        Parameter(name='queue.size', value=ParameterValue(type=200))])
+    result, = client.call(SetParameters, '/qwen_vl/set_parameters', request).results
+    assert not result.successful and '200' in result.reason

@@ -143,6 +143,7 @@ def test_bad_requests_are_named(node, client):
             ({'question': 'x', 'deadline': Duration(sec=-1)}, 'deadline'),
             ({'question': 'x', 'deadline': Duration(sec=4000)}, 'deadline'),
             ({'question': 'x', 'num_frames': 99}, 'num_frames is 99'),
+            ({'question': 'x', 'keep_ratio': -1.0}, 'keep_ratio is -1.0'),
             ({'question': 'x', 'cameras': ['rear']}, "no camera 'rear'")]:
         handle = client.send_goal(**fields)
         status, result = client.result(handle)

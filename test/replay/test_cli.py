@@ -133,8 +133,25 @@ def quick_of(argv, quick):
     ('--max-new-tokens', '0'), ('--temperature', '-1'), ('--temperature', 'nan'),
     ('--keep-ratio', '0'), ('--keep-ratio', '1.5')])
 def test_request_out_of_range_is_named(picture, quick, capsys, option, value):
-    assert main(['ask', 'What?', str(picture), *quick, option, value]) == 1
-    assert f'BAD_REQUEST: {option[2:].replace("-", "_")} is' in capsys.readouterr().err
+    assert main(['ask', 'What?', str(picture), *quick, option, value]) == 2
+    captured = capsys.readouterr()
+    assert f'{option[2:].replace("-", "_")} is' in captured.err and not captured.out
+
+
+@pytest.mark.parametrize(('words', 'expected'), [
+    (('--threads', '999999999999'), '--threads is 999999999999; expected 1 to 1024'),
+    (('--seed', '99999999999999999999999'), '--seed is 99999999999999999999999'),
+    (('--seed', '-1'), '--seed is -1')])
+def test_numbers_out_of_range_are_named(picture, capsys, words, expected):
+    assert expected in failing(capsys, 'ask', 'What?', picture, *words)
+
+
+def test_output_that_cannot_be_written_is_one_line(bags, quick, capsys, tmp_path):
+    file = tmp_path / 'taken'
+    file.write_text('')
+    assert main(['replay', str(next(iter(bags.values()))), '--question', 'What?', '--limit', '1', *quick,
+                 '--report', str(file)]) == 2
+    assert 'cannot read or write' in capsys.readouterr().err
 
 
 def test_model_that_is_none(picture, tmp_path, capsys, monkeypatch):

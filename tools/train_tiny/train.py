@@ -61,7 +61,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument('--shard-mib', type=int, default=0, help='split the weights into files')
     p.add_argument('--no-compile', action='store_true', help='run the blocks uncompiled')
     p.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if args.out.exists() and not args.out.is_dir():
+        p.error(f'--out {args.out} is a file; expected a folder')
+    if args.device.startswith('cuda') and not torch.cuda.is_available():
+        p.error(f'--device {args.device}: torch {torch.__version__} finds no CUDA device')
+    return args
 
 
 def rate(step: int, steps: int, peak: float) -> float:
