@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import signal
@@ -85,15 +86,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f'qwen_vl {args.command}: interrupted', file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output has gone; Python would complain once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 141
     except OSError as error:
         where = f' {error.filename}' if error.filename else ''
         print(f'qwen_vl {args.command}: cannot read or write{where}: {error.strerror or error}',
               file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 2
+
+
+def _discard_output() -> None:
+    """Let what is left in stdout's buffer go nowhere: Python would complain of it at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
