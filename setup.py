@@ -68,7 +68,7 @@ setup(
     distclass=Native,
     version='0.1.0',
     packages=find_packages(include=[NAME, f'{NAME}.*']),
-    package_data={'': ['py.typed', '*.json', '*.so', '*.png']},
+    package_data={'': ['py.typed', '*.json', '*.so', 'data/*.png']},
     data_files=[
         ('share/ament_index/resource_index/packages', [f'resource/{NAME}']),
         (SHARE, ['package.xml']),
