@@ -84,7 +84,7 @@ setup(
     entry_points={
         'console_scripts': [
             'qwen_vl = qwen_vl_ros.cli.main:main',
-            'qwen_vl_node = qwen_vl_ros.node.main:main',
+            'qwen_vl_node = qwen_vl_ros.node.entry:main',
         ],
     },
 )

@@ -175,3 +175,18 @@ def test_a_parameter_of_no_type_is_answered_with_the_reason(node, client):
         Parameter(name='queue.size', value=ParameterValue(type=200))])
     result, = client.call(SetParameters, '/qwen_vl/set_parameters', request).results
     assert not result.successful and '200' in result.reason
+
+
+@pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM'])
+def test_a_signal_before_the_node_is_up_ends_it_quietly(name):
+    import subprocess
+    import sys
+    code = (
+        'import os, signal, sys, types\n'
+        "module = types.ModuleType('qwen_vl_ros.node.main')\n"
+        f'module.main = lambda: (os.kill(os.getpid(), signal.{name}), signal.pause())\n'
+        "sys.modules['qwen_vl_ros.node.main'] = module\n"
+        'from qwen_vl_ros.node.entry import main\n'
+        'main()\n')
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, timeout=20)
+    assert (done.returncode, done.stderr) == (130, b'')
