@@ -149,7 +149,8 @@ def test_numbers_out_of_range_are_named(picture, capsys, words, expected):
 def test_output_that_cannot_be_written_is_one_line(bags, quick, capsys, tmp_path):
     file = tmp_path / 'taken'
     file.write_text('')
-    assert main(['replay', str(next(iter(bags.values()))), '--question', 'What?', '--limit', '1', *quick,
+    bag = str(next(iter(bags.values())))
+    assert main(['replay', bag, '--question', 'What?', '--limit', '1', *quick,
                  '--report', str(file)]) == 2
     assert 'cannot read or write' in capsys.readouterr().err
 
