@@ -164,7 +164,7 @@ def sample_scene(rng: Random, split: str, plan: Plan = Plan()) -> Scene | None:
 
     :param rng: source of everything random.
     :param split: 'train' and 'test' share distributions, 'heldout' allows the held-out pairs,
-        'shift' has other cameras, textures and light.
+        'shift' has other cameras, textures and light, 'wide' is 'train' with more cameras.
     :param plan: what the scene must contain.
     """
     camera = _camera(rng, split)
@@ -200,6 +200,8 @@ def sample_scene(rng: Random, split: str, plan: Plan = Plan()) -> Scene | None:
 def _camera(rng: Random, split: str) -> Camera:
     if split == 'shift':
         height, pitch, view = uniform(rng, 0.95, 1.25), uniform(rng, 14, 21), uniform(rng, 56, 62)
+    elif split == 'wide':
+        height, pitch, view = uniform(rng, 0.4, 1.1), uniform(rng, 5, 19), uniform(rng, 58, 84)
     else:
         height, pitch, view = uniform(rng, 0.5, 0.95), uniform(rng, 7, 18), uniform(rng, 62, 80)
     focal = WIDTH / 2 / math.tan(math.radians(view) / 2)
@@ -255,7 +257,7 @@ def _kinds(rng: Random, split: str, plan: Plan, count: int) -> list[tuple[str, s
                     pair = (colour, pair[1]) if share < 0.25 else (pair[0], shape)
                 if (not colour or pair[0] == colour) and (not shape or pair[1] == shape):
                     continue
-        if split in ('train', 'test', 'shift') and pair in HELD_OUT:
+        if split != 'heldout' and pair in HELD_OUT:
             if plan.matching is not None and (colour, shape) in HELD_OUT:
                 return []
             continue

@@ -35,6 +35,23 @@ WEIGHTS = {'attribute': .10, 'count': .15, 'relation': .22, 'pointing': .20, 'nu
 _COLOUR_INDEX = {name: i for i, name in enumerate(COLOURS)}
 
 
+@dataclass(frozen=True)
+class Mix:
+    """
+    What a step is made of.
+
+    :param stills: pictures with seven questions each.
+    :param clips: two-slice clips with four.
+    :param focus: 'count' makes half of the scenes and half of the questions about counting.
+    :param cameras: 'train', or 'wide' for cameras beyond those that 'test' draws from.
+    """
+
+    stills: int
+    clips: int
+    focus: str = ''
+    cameras: str = 'train'
+
+
 @dataclass
 class Batch:
     """
@@ -90,12 +107,9 @@ def block(question: q.Question, length: int = BLOCK) -> tuple[list[int], list[in
             labels + [-1] * (length - len(labels)))
 
 
-def training_scene(rng: Random, focus: str = '') -> tuple[Scene, list[q.Question]]:
-    """
-    Draw a scene of a random theme and seven questions about it.
-
-    :param focus: 'count' makes half of the scenes and half of the questions about counting.
-    """
+def training_scene(rng: Random, mixed: Mix) -> tuple[Scene, list[q.Question]]:
+    """Draw a scene of a random theme and seven questions about it."""
+    focus = mixed.focus
     while True:
         roll, kind, theme = rng.random(), ('', ''), ''
         plan = Plan()
@@ -116,7 +130,7 @@ def training_scene(rng: Random, focus: str = '') -> tuple[Scene, list[q.Question
             theme, plan = 'path', Plan(blocked=rng.random() < 0.5)
         elif roll < 0.80:
             plan = Plan(count=8 + int(5 * rng.random()))
-        scene = sample_scene(rng, 'train', plan)
+        scene = sample_scene(rng, mixed.cameras, plan)
         if scene is None:
             continue
         asked: list[q.Question] = []
@@ -142,10 +156,10 @@ def _family(rng: Random) -> str:
     return 'describe'
 
 
-def training_clip(rng: Random) -> tuple[Scene, Scene, list[q.Question]]:
+def training_clip(rng: Random, mixed: Mix) -> tuple[Scene, Scene, list[q.Question]]:
     """Draw two slices between which one thing moved, and the four questions about it."""
     while True:
-        scene = sample_scene(rng, 'train')
+        scene = sample_scene(rng, mixed.cameras)
         pair = move(rng, scene) if scene is not None else None
         if scene is None or pair is None:
             continue
@@ -165,17 +179,17 @@ def aux_targets(scene: Scene) -> np.ndarray:
     return out
 
 
-def make_batch(seed: int, step: int, stills: int, clips: int, focus: str = '') -> Batch:
+def make_batch(seed: int, step: int, mixed: Mix) -> Batch:
     """Draw the batch of one step; it depends on nothing but its arguments."""
     scenes: list[Scene] = []
     asked: list[list[q.Question]] = []
-    for i in range(stills):
-        scene, questions = training_scene(Random(mix(7, seed, step, i)), focus)
+    for i in range(mixed.stills):
+        scene, questions = training_scene(Random(mix(7, seed, step, i)), mixed)
         scenes.append(scene)
         asked.append(questions)
     first, second, moved = [], [], []
-    for i in range(clips):
-        before, after, questions = training_clip(Random(mix(8, seed, step, i)))
+    for i in range(mixed.clips):
+        before, after, questions = training_clip(Random(mix(8, seed, step, i)), mixed)
         first.append(before)
         second.append(after)
         moved.append(questions)
@@ -209,16 +223,14 @@ def item_batch(items: list[Item]) -> Batch:
     return collate([i.scenes[0] for i in items] + [i.scenes[1] for i in items], [], asked)
 
 
-def _work(queue, seed: int, start: int, stride: int, stills: int, clips: int,
-          focus: str) -> None:
+def _work(queue, seed: int, start: int, stride: int, mixed: Mix) -> None:
     step = start
     while True:
-        queue.put(make_batch(seed, step, stills, clips, focus))
+        queue.put(make_batch(seed, step, mixed))
         step += stride
 
 
-def batches(seed: int, first: int, stills: int, clips: int, workers: int,
-            focus: str = '') -> Iterator[Batch]:
+def batches(seed: int, first: int, mixed: Mix, workers: int) -> Iterator[Batch]:
     """
     Yield the batches of steps ``first``, ``first + 1``, …; the same whatever ``workers`` is.
 
@@ -227,12 +239,12 @@ def batches(seed: int, first: int, stills: int, clips: int, workers: int,
     if workers == 0:
         step = first
         while True:
-            yield make_batch(seed, step, stills, clips, focus)
+            yield make_batch(seed, step, mixed)
             step += 1
     context = mp.get_context('spawn')
     queues = [context.Queue(maxsize=4) for _ in range(workers)]
     processes = [context.Process(target=_work, daemon=True,
-                                 args=(queue, seed, first + i, workers, stills, clips, focus))
+                                 args=(queue, seed, first + i, workers, mixed))
                  for i, queue in enumerate(queues)]
     for p in processes:
         p.start()

@@ -142,6 +142,8 @@ class TinyQwen2VL(nn.Module):
                     else 0.02)
             elif name.endswith('bias'):
                 nn.init.zeros_(p)
+        # Made last: the weights before it stay those that the seed alone gives.
+        self.centres = nn.Linear(shape.dim, 4)
         self.register_buffer('vision_angles', _vision_angles(), persistent=False)
         self.register_buffer('pixel_mean', torch.tensor(MEAN) * 255, persistent=False)
         self.register_buffer('pixel_std', torch.tensor(STD) * 255, persistent=False)

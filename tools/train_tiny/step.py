@@ -176,8 +176,14 @@ class Stepper:
         """Return the labels of stills and clips where present, as :meth:`logits` orders them."""
         return [torch.from_numpy(x).to(self.device) for x in batch.labels if x.shape[0]]
 
-    def aux_loss(self, batch: Batch, merged: Tensor, keep: Tensor | None) -> Tensor:
-        """Return the loss of colour, shape and digits at the units where a thing's centre is."""
+    def aux_loss(self, batch: Batch, merged: Tensor, keep: Tensor | None,
+                 centres: bool = False) -> Tensor:
+        """
+        Return the loss of colour, shape and digits at the units where a thing's centre is.
+
+        :param centres: adds the number of centres (0 to 3) in every unit, so that things which
+            overlap are told apart; its sum, like the others, is a mean over things.
+        """
         aux = torch.from_numpy(batch.aux).to(self.device).long()
         where, valid = aux[..., 0], aux[..., 0] >= 0
         if keep is not None:
@@ -195,6 +201,15 @@ class Stepper:
                                    ignore_index=-1, reduction='sum')
             loss = loss + part / valid.sum().clamp(min=1)
             at += classes
+        if centres:
+            number = torch.zeros((aux.shape[0], UNITS), device=self.device, dtype=torch.int64)
+            number.scatter_add_(1, aux[..., 0].clamp(min=0), (aux[..., 0] >= 0).long())
+            if keep is not None:
+                number = number.gather(1, keep)
+            out = self.model.centres(merged).float()
+            part = F.cross_entropy(out.flatten(0, 1), number.clamp(max=3).flatten(),
+                                   reduction='sum')
+            loss = loss + part / valid.sum().clamp(min=1)
         return loss
 
 

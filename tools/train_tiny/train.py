@@ -27,7 +27,7 @@ from tqdm import tqdm
 from qwen_vl_ros.roboscene import questions as q
 from qwen_vl_ros.roboscene.items import HELD_OUT_FAMILIES, items
 from tools.train_tiny import tokenizer as tok
-from tools.train_tiny.data import FAMILY_NAMES, batches, item_batch
+from tools.train_tiny.data import FAMILY_NAMES, Mix, batches, item_batch
 from tools.train_tiny.model import Shape, TinyQwen2VL, load_published
 from tools.train_tiny.step import Stepper, answer_loss, draw_keep, exact, family_hits, render_batch
 
@@ -50,8 +50,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument('--init', type=Path, help='start from the weights of this folder')
     p.add_argument('--focus', choices=('', 'count'), default='',
                    help='give half of the training to one family')
+    p.add_argument('--cameras', choices=('train', 'wide'), default='train',
+                   help="'wide' draws cameras beyond those of the test scenes")
+    p.add_argument('--centres', action='store_true',
+                   help='auxiliary loss also on how many things have their centre in a unit')
     p.add_argument('--lr', type=float, default=1e-3)
     p.add_argument('--aux', type=float, default=1.0, help='initial weight of the auxiliary loss')
+    p.add_argument('--aux-until', type=float, default=0.3, metavar='SHARE',
+                   help='share of the steps over which it falls to 0')
     p.add_argument('--stills', type=int, default=192, help='pictures a step')
     p.add_argument('--clips', type=int, default=32, help='two-slice clips a step')
     p.add_argument('--seed', type=int, default=1)
@@ -152,14 +158,18 @@ class Trainer:
             if kept < 192:
                 keep = draw_keep(objects, kept, self.generator)
         progress = self.step / (self.steps or 100_000)
-        weight = 0.0 if self.args.init else self.args.aux * max(0.0, 1 - progress / 0.3)
+        args = self.args
+        # A trained model knows its units; what it may lack is where one thing ends.
+        weight = 0.0 if args.init and not args.centres else args.aux * max(
+            0.0, 1 - progress / args.aux_until)
         with self._autocast():
             logits, merged = self.stepper.logits(batch, rgb, keep)
             labels = self.stepper.labels(batch)
             loss = answer_loss(logits, labels)
             total = loss
             if weight > 0:
-                total = total + weight * 0.2 * self.stepper.aux_loss(batch, merged, keep)
+                total = total + weight * 0.2 * self.stepper.aux_loss(
+                    batch, merged, keep, args.centres)
         total.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
         self.optimizer.step()
@@ -170,8 +180,8 @@ class Trainer:
         """Train; returns whether the last step was reached."""
         args, begin = self.args, time.monotonic()
         base, mark, probe = self.seconds, begin, None
-        feed = batches(args.seed, self.step, args.stills, args.clips, args.workers,
-                       args.focus)
+        mixed = Mix(args.stills, args.clips, args.focus, args.cameras)
+        feed = batches(args.seed, self.step, mixed, args.workers)
         bar = tqdm(total=self.steps or None, initial=self.step, unit='step', mininterval=5,
                    file=sys.stdout, ncols=100)
         started = self.step
