@@ -119,6 +119,67 @@ class Generated:
         return self.probability_sum / len(self.ids) if self.ids else float('nan')
 
 
+class Acceptor:
+    """
+    Takes the choices of one answer and says which tokens became certain and when it has ended.
+
+    Runs of token 0 are held back until another token follows, so that a breakdown leaves no text.
+
+    :param state: ids, reason and statistics; filled in.
+    :param end_tokens: ids that end the answer; not part of it.
+    :param most: tokens at most, at least 1.
+    :param repetition_window: see :func:`repeats`.
+    """
+
+    def __init__(
+        self, state: Generated, end_tokens: frozenset[int], most: int, repetition_window: int,
+    ) -> None:
+        self.state = state
+        self.most = most
+        self._end_tokens = end_tokens
+        self._window = repetition_window
+        self._held: list[int] = []
+
+    def take(self, choice: Choice) -> list[int]:
+        """
+        Count a choice in; ``state.reason`` is set when it was the last.
+
+        :return: tokens that became certain, maybe none.
+        :raises EngineError: NUMERICAL for logits that are not finite or :data:`ZERO_RUN` zeros.
+        """
+        state = self.state
+        if not choice.finite:
+            raise EngineError(
+                ErrorCode.NUMERICAL,
+                f'numerical failure: logits are not finite at token {len(state.ids)}; '
+                'use bfloat16 or float32')
+        if not state.ids:
+            state.margin = choice.margin
+        if choice.token in self._end_tokens:
+            state.reason = 'stop'
+            return self.rest()
+        state.ids.append(choice.token)
+        state.probability_sum += choice.probability
+        self._held.append(choice.token)
+        certain: list[int] = []
+        if choice.token != 0:
+            certain = self.rest()
+        elif len(self._held) >= ZERO_RUN:
+            raise EngineError(
+                ErrorCode.NUMERICAL,
+                f'numerical failure: token 0 came {ZERO_RUN} times in a row')
+        if len(state.ids) >= self.most:
+            state.reason = 'length'
+        elif repeats(state.ids, self._window):
+            state.reason = 'repetition'
+        return certain
+
+    def rest(self) -> list[int]:
+        """Return the tokens still held back."""
+        held, self._held = self._held, []
+        return held
+
+
 def generate(
     next_choice: Callable[[int | None], Choice],
     state: Generated,
@@ -131,49 +192,23 @@ def generate(
     """
     Yield tokens as they become certain; one of the finish reasons is in ``state`` at the end.
 
-    Runs of token 0 are held back until another token follows, so that a breakdown leaves no text.
-
     :param next_choice: computes the next token after the given one (``None``: from the prompt).
     :param state: ids, reason and statistics.
-    :param end_tokens: ids that end the answer; not part of it.
-    :param most: tokens at most, at least 1.
-    :param repetition_window: see :func:`repeats`.
+    :param end_tokens: see :class:`Acceptor`, as ``most`` and ``repetition_window``.
     :param stop: polled before every token; a finish reason, or '' to go on.
-    :raises EngineError: NUMERICAL for logits that are not finite or :data:`ZERO_RUN` zeros.
+    :raises EngineError: NUMERICAL, see :meth:`Acceptor.take`.
     """
+    acceptor = Acceptor(state, end_tokens, most, repetition_window)
     last: int | None = None
-    held: list[int] = []
-    while True:
+    state.reason = ''
+    while not state.reason:
         state.reason = stop()
-        if state.reason:
-            break
-        choice = next_choice(last)
-        if not choice.finite:
-            raise EngineError(
-                ErrorCode.NUMERICAL,
-                f'numerical failure: logits are not finite at token {len(state.ids)}; '
-                'use bfloat16 or float32')
-        last = choice.token
-        if not state.ids:
-            state.margin = choice.margin
-        if last in end_tokens:
-            state.reason = 'stop'
-            break
-        state.ids.append(last)
-        state.probability_sum += choice.probability
-        held.append(last)
-        if last != 0:
-            yield held
-            held = []
-        elif len(held) >= ZERO_RUN:
-            raise EngineError(
-                ErrorCode.NUMERICAL,
-                f'numerical failure: token 0 came {ZERO_RUN} times in a row')
-        if len(state.ids) >= most:
-            state.reason = 'length'
-            break
-        if repeats(state.ids, repetition_window):
-            state.reason = 'repetition'
-            break
+        if not state.reason:
+            choice = next_choice(last)
+            last = choice.token
+            certain = acceptor.take(choice)
+            if certain:
+                yield certain
+    held = acceptor.rest()
     if held:
         yield held

@@ -13,6 +13,7 @@ from qwen_vl_ros.engine.checkpoint import Checkpoint
 from qwen_vl_ros.engine.generate import Choice
 from qwen_vl_ros.engine.kv_cache import NO_TOKEN, KVCache
 from qwen_vl_ros.engine.language import LanguageModel
+from qwen_vl_ros.engine.parts import Part, whole
 from qwen_vl_ros.engine.patches import extract_patches
 from qwen_vl_ros.engine.prompt import Prompt, VisualToken
 from qwen_vl_ros.engine.stages import DeviceClock
@@ -39,29 +40,50 @@ class Model:
         self.element_size = self.language.embedding.element_size()
 
     @torch.inference_mode()
+    def patches(self, visual: VisualToken, timeline: Timeline) -> Tensor:
+        """
+        Cut a visual into patches, on whatever thread.
+
+        :return: uint8 [t*h*w, 588 or 1176]; in pinned memory where a GPU is to read it.
+        """
+        frame_bytes = sum(f.step * f.height for f in visual.frames)
+        with timeline.stage('patches', bytes_read=frame_bytes) as span:
+            patches = extract_patches(visual.frames, visual.grid, self.config.vision.patch)
+            span.bytes_written = patches.nbytes
+            host = torch.from_numpy(patches)
+            return host.pin_memory() if self.device.type == 'cuda' else host
+
+    @torch.inference_mode()
+    def encode_part(
+        self, visual: VisualToken, patches: Tensor, part: Part, clock: DeviceClock,
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Upload and encode a part of a visual.
+
+        :param patches: of the whole visual.
+        :return: merged tokens [part's, width], and one bool on the device: all of them are finite.
+            It is read where the first token is waited for anyway.
+        """
+        area = visual.grid[1] * visual.grid[2]
+        rows = patches[part.first_slice * area:part.end_slice * area]
+        on_device = rows
+        if not rows.is_cuda:
+            with clock.stage('upload', bytes_read=rows.nbytes, bytes_written=rows.nbytes):
+                on_device = rows.to(self.device, non_blocking=True)
+        cost = costs.encode_cost(
+            self.config.vision, rows.shape[1], [4 * n for n in part.kept_per_slice(area // 4)],
+            self.vision.weight_bytes, self.element_size)
+        with clock.stage('encode', **cost):
+            units = None if part.units is None else torch.from_numpy(part.units)
+            grid = (part.end_slice - part.first_slice, *visual.grid[1:])
+            features = self.vision.encode(on_device, grid, units)
+            return features, torch.isfinite(features).all()
+
     def encode(
         self, visual: VisualToken, timeline: Timeline, clock: DeviceClock,
     ) -> tuple[Tensor, Tensor]:
-        """
-        Cut a visual into patches, upload and encode it.
-
-        :return: merged tokens [kept, width], and one bool on the device: all of them are finite.
-            It is read where the first token is waited for anyway.
-        """
-        cfg = self.config.vision
-        frame_bytes = sum(f.step * f.height for f in visual.frames)
-        with timeline.stage('patches', bytes_read=frame_bytes) as span:
-            patches = extract_patches(visual.frames, visual.grid, cfg.patch)
-            span.bytes_written = patches.nbytes
-        with clock.stage('upload', bytes_read=patches.nbytes, bytes_written=patches.nbytes):
-            on_device = torch.from_numpy(patches).to(self.device)
-        cost = costs.encode_cost(
-            cfg, patches.shape[1], [4 * n for n in visual.kept_per_slice],
-            self.vision.weight_bytes, self.element_size)
-        with clock.stage('encode', **cost):
-            units = None if visual.units is None else torch.from_numpy(visual.units)
-            features = self.vision.encode(on_device, visual.grid, units)
-            return features, torch.isfinite(features).all()
+        """Cut a whole visual into patches, upload and encode it; see :meth:`encode_part`."""
+        return self.encode_part(visual, self.patches(visual, timeline), whole(visual), clock)
 
     @torch.inference_mode()
     def embed(self, prompt: Prompt, reused: int, features: Sequence[Placed]) -> Tensor:
