@@ -93,7 +93,9 @@ def grid_of(
     return t, h * 2 // factor, w * 2 // factor
 
 
-def extract_patches(frames: Sequence[Frame], grid: Grid, patch: int = PATCH) -> np.ndarray:
+def extract_patches(
+    frames: Sequence[Frame], grid: Grid, patch: int = PATCH, out: np.ndarray | None = None,
+) -> np.ndarray:
     """
     Resize frames and cut them into patches in unit order.
 
@@ -102,16 +104,26 @@ def extract_patches(frames: Sequence[Frame], grid: Grid, patch: int = PATCH) -> 
 
     :param frames: one frame (a still) or several (a clip; an odd one repeats its last frame).
     :param grid: (t, h, w) of :func:`grid_of`.
+    :param out: of a still: uint8 [h*w, 3*patch*patch] to write into, such as pinned memory.
     :return: uint8 [t*h*w, 3*patch*patch] or, for a clip, [t*h*w, 2*3*patch*patch].
     """
-    native = native_patches(frames, grid) if patch == PATCH else None
-    return pillow_patches(frames, grid, patch) if native is None else native
+    native = native_patches(frames, grid, out) if patch == PATCH else None
+    if native is not None:
+        return native
+    made = pillow_patches(frames, grid, patch)
+    if out is None:
+        return made
+    out[:] = made
+    return out
 
 
-def native_patches(frames: Sequence[Frame], grid: Grid) -> np.ndarray | None:
+def native_patches(
+    frames: Sequence[Frame], grid: Grid, out: np.ndarray | None = None,
+) -> np.ndarray | None:
     """
     Do what :func:`extract_patches` says in one pass over the cameras' own buffers.
 
+    :param out: of a still, see there.
     :return: ``None`` where the kernel is not built, and for frames that it does not take (a side
         under 28 pixels).
     """
@@ -120,7 +132,7 @@ def native_patches(frames: Sequence[Frame], grid: Grid) -> np.ndarray | None:
         return None
     t, h, w = grid
     if len(frames) == 1:
-        return patcher.patches(frames[0], h * PATCH, w * PATCH)
+        return patcher.patches(frames[0], h * PATCH, w * PATCH, out)
     out = np.empty((t, h * w, 3, 2, PATCH * PATCH), np.uint8)
     for i, frame in enumerate(frames):
         patcher.patches(frame, h * PATCH, w * PATCH, out[i // 2, :, :, i % 2])
@@ -173,13 +185,13 @@ def content_key(frames: Sequence[Frame], grid: Grid, keep: np.ndarray | None) ->
     """
     Return a positive 62-bit digest of pixels, size and kept units; equal keys, equal features.
 
+    A frame is hashed once, however many clips of a window it is part of.
+
     :param keep: bool mask of the units or ``None``.
     """
     digest = hashlib.blake2b(repr((grid, len(frames))).encode(), digest_size=8)
     for frame in frames:
-        layout = (frame.encoding, frame.width, frame.height, frame.step)
-        digest.update(repr(layout).encode())
-        digest.update(np.ascontiguousarray(frame.data).data)
+        digest.update(frame.digest)
     if keep is not None:
         digest.update(np.packbits(keep).tobytes())
     return int.from_bytes(digest.digest(), 'little') >> 2

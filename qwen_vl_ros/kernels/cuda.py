@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -73,16 +74,24 @@ def project_plain(
     patches: Tensor, projection: Projection, units: Tensor | None = None,
     addend: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Do what :meth:`CudaKernels.project` does in plain torch, on any device."""
+    """
+    Do what :meth:`CudaKernels.project` does in plain torch, on any device.
+
+    In the weights' dtype, but in float32 where something is added or the result is wanted so: a
+    half of a pair that is rounded twice would err more than the pair's own product.
+    """
     if units is not None:
         patches = patches.reshape(-1, 4, patches.shape[1])[units.long()].flatten(0, 1)
     weight = projection.weight[:projection.width, :projection.features]
+    dtype = dtype or weight.dtype
+    if addend is not None or dtype == torch.float32:
+        weight = weight.float()
     bias = projection.bias
     out = F.linear(patches.to(weight.dtype) - 128, weight,
                    None if bias is None else bias[:projection.width].to(weight.dtype))
     if addend is not None:
-        out = out + addend
-    return out.to(dtype or weight.dtype)
+        out += addend
+    return out.to(dtype)
 
 
 class CudaKernels:
@@ -199,8 +208,10 @@ class CudaKernels:
     def _call(self, name: str, *arguments: object) -> None:
         message = ctypes.create_string_buffer(_MESSAGE)
         first = () if name == 'open' else (self._handle,)
-        code = getattr(self._library, f'qwen_vl_cuda_{name}')(
-            *first, *arguments, message, _MESSAGE)
+        # The library works on the current device, which need not be this one.
+        with torch.cuda.device(self.device) if self.device.type == 'cuda' else nullcontext():
+            code = getattr(self._library, f'qwen_vl_cuda_{name}')(
+                *first, *arguments, message, _MESSAGE)
         if code:
             raise KernelError(message.value.decode(errors='replace'), code)
 

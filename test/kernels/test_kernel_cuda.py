@@ -17,6 +17,7 @@ import pytest
 import torch
 from kernel_frames import frame_of
 
+from qwen_vl_ros.engine.offload import Offload
 from qwen_vl_ros.engine.vision import fold_pair, fold_still
 from qwen_vl_ros.kernels.cuda import CudaKernels, Projection, project_plain
 from qwen_vl_ros.kernels.loader import KernelError
@@ -220,3 +221,31 @@ def test_refusals(kernels):
     cuda.close()
     with pytest.raises(KernelError, match='null pointer'):
         cuda.patches(frame, pixels, 28, 28)
+
+
+@pytest.mark.parametrize('count', [1, 3])
+def test_both_ways_of_a_visual_give_the_same(kernels, count):
+    """The way over the CPU and the device's own differ in nothing; kept units neither."""
+    cuda = kernels()
+    torch.manual_seed(1)
+    kernel = torch.randn(40, 3, 2, 14, 14).mul_(0.03).bfloat16().to(cuda.device)
+    frames = [frame_of('bgr8', 90, 70, seed=seed) for seed in range(count)]
+    grid = ((count + 1) // 2, 4, 6)
+    units = np.array([0, 1, 4, *range(6, 6 * grid[0], 2)])
+    found = []
+    for way in ('cpu', 'gpu'):
+        offload = Offload(fold_still(kernel), fold_pair(kernel), way=way, kernels=cuda)
+        for chosen in (None, units):
+            prepared = offload.prepare(frames, grid)
+            assert prepared.way == way
+            offload.upload(prepared)
+            found.append(offload.embed(prepared, chosen))
+    every, kept = found[:2]
+    assert torch.equal(every, found[2]) and torch.equal(kept, found[3])
+    assert torch.equal(kept.reshape(-1, 4, 40), every.reshape(-1, 4, 40)[units])
+    # Taps that shared memory cannot hold: the CPU does it.
+    tall = frame_of('rgba8', 30, 5600)
+    one = Offload(fold_still(kernel), fold_pair(kernel), way='gpu', kernels=cuda)
+    prepared = one.prepare([tall], (1, 2, 2))
+    one.upload(prepared)
+    assert one.embed(prepared).shape == (4, 40)

@@ -1,0 +1,377 @@
+"""
+From frames to patch embeddings: on the CPU, on the GPU, or wherever it takes less time.
+
+Two ways lead to the same embeddings::
+
+    cpu   camera buffer --CPU kernel--> uint8 patches --upload--> projection
+    gpu   camera buffer --upload (or in place)--> resize, patches and projection in one launch
+
+:meth:`Offload.prepare` is the CPU's part of either and may be called from any thread, also while
+the GPU answers about another picture; :meth:`Offload.upload` and :meth:`Offload.embed` belong to
+the thread that runs the encoder.
+
+A pair of frames (x0, x1) of a clip is embedded as W0 x0 + (W1 x1 + b). W0 x is computed when frame
+x arrives, as the newer half of a pair, and kept: when x becomes the older half of another pair,
+nothing of it is read again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.engine.patches import Grid, extract_patches
+from qwen_vl_ros.frame import Frame
+from qwen_vl_ros.kernels.cuda import CudaKernels, Projection, project_plain
+from qwen_vl_ros.kernels.loader import KernelError, optional
+from qwen_vl_ros.kernels.patches import PATCH, accepts
+
+LOG = logging.getLogger(__name__)
+
+WAYS = ('cpu', 'gpu', 'auto')
+
+#: Bytes of kept W0 x of all frames together: eight pictures of 640x480 at Qwen2-VL's width.
+KEPT_BYTES = 64 << 20
+
+#: Runs of a way that ``auto`` measures, after one that does not count.
+RUNS = 5
+
+#: Picture sizes whose choice is remembered.
+SIZES = 64
+
+
+@dataclass(frozen=True)
+class Profile:
+    """
+    What a way costs for one picture, milliseconds, medians.
+
+    :param cpu_ms: work of the CPU.
+    :param transfer_ms: from the host's memory to the device's.
+    :param gpu_ms: work of the device.
+    """
+
+    cpu_ms: float
+    transfer_ms: float
+    gpu_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        """Return the latency: the parts follow each other."""
+        return self.cpu_ms + self.transfer_ms + self.gpu_ms
+
+    def __str__(self) -> str:
+        """Return the sum and its parts."""
+        return (f'{self.total_ms:.3f} ms = CPU {self.cpu_ms:.3f} + transfer '
+                f'{self.transfer_ms:.3f} + GPU {self.gpu_ms:.3f}')
+
+
+@dataclass
+class Picture:
+    """
+    A frame on its way.
+
+    :param memory: uint8, patches [n, 588] (way ``cpu``) or the camera's buffer (way ``gpu``);
+        ``None`` where only ``older`` is needed.
+    :param older: W0 x, float32 [n, width], where it is known already.
+    """
+
+    frame: Frame
+    memory: Tensor | None
+    older: Tensor | None = None
+
+
+@dataclass
+class Prepared:
+    """
+    What :meth:`Offload.prepare` made of a visual.
+
+    :param pictures: one for a still, 2t for a clip; a repeated last frame is the same object.
+    :param way: ``cpu`` or ``gpu``.
+    :param bytes_read: by the CPU, and ``bytes_written``; patches or the pinned copy of a frame.
+    :param upload_bytes: that go to the device.
+    """
+
+    pictures: list[Picture]
+    grid: Grid
+    way: str
+    bytes_read: int
+    bytes_written: int
+    upload_bytes: int
+
+
+class Offload:
+    """
+    Patches, upload and patch embedding of a model's visuals.
+
+    :param still: folded weight [width, 588] and bias [width] for one frame shown twice.
+    :param pair: folded weight [width, 1176] over (channel, frame of the pair, row, column), bias.
+    :param patch: pixels along a side of a patch; kernels know 14 only.
+    :param way: one of :data:`WAYS`; ``auto`` measures both for every new size of picture.
+    :param kernels: of the device; ``None`` loads them where the device is a GPU, and says in the
+        log when the plain form has to do instead.
+    :raises EngineError: BAD_REQUEST for way ``gpu`` without a GPU.
+    """
+
+    def __init__(
+        self, still: tuple[Tensor, Tensor], pair: tuple[Tensor, Tensor], patch: int = PATCH,
+        way: str = 'auto', kernels: CudaKernels | None = None,
+    ) -> None:
+        self.device = still[0].device
+        if way not in WAYS:
+            raise EngineError(ErrorCode.BAD_REQUEST,
+                              f"preprocess.device '{way}' is not one of {', '.join(WAYS)}")
+        if way == 'gpu' and self.device.type != 'cuda' and kernels is None:
+            raise EngineError(
+                ErrorCode.BAD_REQUEST,
+                f"preprocess.device is 'gpu' and the model runs on '{self.device}': pictures are "
+                'made where the model is, or on the CPU')
+        self.patch = patch
+        width = still[0].shape[0]
+        self.kernels = kernels or _find_kernels(self.device, still[0].dtype, width, patch)
+        self.way = way if self.kernels is not None else 'cpu'
+        #: Pinned memory is the GPU's own memory: a frame there is read in place, and once.
+        self.unified = self.device.type == 'cuda' and bool(getattr(
+            torch.cuda.get_device_properties(self.device), 'is_integrated', 0))
+        self._dtype = still[0].dtype
+        self._still = Projection.make(*still)
+        halves = pair[0].reshape(width, 3, 2, -1)
+        self._older = Projection.make(halves[:, :, 0].reshape(width, -1), None)
+        self._newer = Projection.make(halves[:, :, 1].reshape(width, -1), pair[1])
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[bytes, int, int], Tensor] = OrderedDict()
+        self._choice: dict[tuple[int, int, int, int], str] = {}
+        #: What was measured, by (width, height, rows, columns of patches) and way.
+        self.profiles: dict[tuple[int, int, int, int], dict[str, Profile]] = {}
+
+    def prepare(self, frames: Sequence[Frame], grid: Grid, way: str | None = None) -> Prepared:
+        """
+        Do the CPU's part; safe from any thread.
+
+        :param frames: one frame (a still) or several (a clip; an odd one repeats its last frame).
+        :param grid: (t, h, w) in patches.
+        :param way: ``cpu`` or ``gpu`` instead of the chosen one.
+        """
+        way = way or self.choose(frames[0], grid)
+        if way == 'gpu' and not all(map(accepts, frames)):
+            way = 'cpu'
+        pictures: list[Picture] = []
+        read = written = uploaded = 0
+        for number, frame in enumerate(frames):
+            older = None
+            if len(frames) > 1 and number % 2 == 0:
+                older = self._lookup(frame, grid)
+            # The last frame of an odd clip is a newer half too: its own copy stands behind it.
+            if older is not None and number + 1 < len(frames):
+                pictures.append(Picture(frame, None, older))
+                continue
+            memory = self._memory(frame, grid, way)
+            read += frame.data.size
+            written += memory.nbytes
+            uploaded += 0 if way == 'gpu' and self.unified else memory.nbytes
+            pictures.append(Picture(frame, memory, older))
+        if len(frames) > 1 and len(frames) % 2:
+            pictures.append(pictures[-1])
+        on_gpu = self.device.type == 'cuda'
+        return Prepared(pictures, grid, way, read, written, uploaded if on_gpu else 0)
+
+    def upload(self, prepared: Prepared) -> None:
+        """Bring what was prepared to the device, without waiting for it."""
+        if self.device.type != 'cuda' or (prepared.way == 'gpu' and self.unified):
+            return
+        for picture in prepared.pictures:
+            if picture.memory is not None and picture.memory.device.type == 'cpu':
+                picture.memory = picture.memory.to(self.device, non_blocking=True)
+
+    @torch.inference_mode()
+    def embed(self, prepared: Prepared, units: np.ndarray | None = None) -> Tensor:
+        """
+        Embed what was prepared and uploaded.
+
+        :param units: int64, ascending indices of the units to keep over all slices; ``None``
+            keeps all.
+        :return: [4 * kept, width] in unit order, the encoder's dtype, on the device.
+        """
+        try:
+            return self._embed(prepared, units)
+        except KernelError as error:
+            if prepared.way != 'gpu':
+                raise
+            # A reduction so strong that its taps do not fit into shared memory.
+            LOG.info('%s; this picture takes the way over the CPU', error)
+            prepared = self.prepare([p.frame for p in prepared.pictures], prepared.grid, 'cpu')
+            self.upload(prepared)
+            return self._embed(prepared, units)
+
+    def choose(self, frame: Frame, grid: Grid) -> str:
+        """Return ``cpu`` or ``gpu`` for pictures of this size; ``auto`` measures a new one."""
+        if self.way != 'auto':
+            return self.way
+        key = (frame.width, frame.height, grid[1], grid[2])
+        if key not in self._choice:
+            if not accepts(frame):
+                return 'cpu'
+            found = {way: self.measure(frame, grid, way) for way in ('cpu', 'gpu')}
+            best = min(found, key=lambda way: found[way].total_ms)
+            with self._lock:
+                if len(self._choice) >= SIZES:
+                    self._choice.clear()
+                    self.profiles.clear()
+                self._choice[key], self.profiles[key] = best, found
+            LOG.info('preprocess.device auto takes %s for %dx%d %s: %s', best, frame.width,
+                     frame.height, frame.encoding,
+                     '; '.join(f'{way} {profile}' for way, profile in found.items()))
+        return self._choice[key]
+
+    def measure(self, frame: Frame, grid: Grid, way: str) -> Profile:
+        """Time a still on a way, its parts one after the other."""
+        grid = (1, *grid[1:])
+        parts: list[list[float]] = [[], [], []]
+        for run in range(RUNS + 1):
+            prepared, spent = self._timed(lambda: self.prepare([frame], grid, way))
+            times = [spent, *(self._timed(partial(step, prepared))[1]
+                              for step in (self.upload, self.embed))]
+            if run:
+                for part, spent in zip(parts, times):
+                    part.append(spent)
+        return Profile(*map(median, parts))
+
+    def forget(self) -> None:
+        """Drop what is kept of older frames."""
+        with self._lock:
+            self._kept.clear()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of kept W0 x."""
+        with self._lock:
+            return sum(t.nbytes for t in self._kept.values())
+
+    def _timed(self, step: Callable[[], Any]) -> tuple[Any, float]:
+        """Return a step's result and the milliseconds until it has ended on CPU and device."""
+        if self.device.type == 'cuda':
+            torch.cuda.synchronize(self.device)
+        started = time.perf_counter_ns()
+        result = step()
+        if self.device.type == 'cuda':
+            torch.cuda.synchronize(self.device)
+        return result, (time.perf_counter_ns() - started) / 1e6
+
+    def _memory(self, frame: Frame, grid: Grid, way: str) -> Tensor:
+        """Return patches or pixels in host memory, pinned where a device takes them from there."""
+        pinned = self.device.type == 'cuda'
+        if way == 'gpu':
+            source = torch.from_numpy(frame.data)
+            # A copy: a camera's buffer is not pinned, and its next frame may overwrite it.
+            return torch.empty_like(source, pin_memory=pinned).copy_(source)
+        out = torch.empty(
+            (grid[1] * grid[2], 3 * self.patch ** 2), dtype=torch.uint8, pin_memory=pinned)
+        extract_patches([frame], (1, *grid[1:]), self.patch, out.numpy())
+        return out
+
+    def _embed(self, prepared: Prepared, units: np.ndarray | None) -> Tensor:
+        t, h, w = prepared.grid
+        area = h * w // 4
+        pictures = prepared.pictures
+        if len(pictures) == 1:
+            return self._project(pictures[0], prepared, self._still, self._chosen(units))
+        if prepared.way == 'gpu' and self.kernels is not None:
+            # Both halves of a pair are made of the same patches.
+            for picture in {id(p): p for p in pictures}.values():
+                if picture.memory is not None:
+                    picture.memory = self.kernels.patches(
+                        picture.frame, picture.memory, h * PATCH, w * PATCH)
+            prepared.way = 'cpu'
+        out = []
+        for number in range(t):
+            own = None
+            if units is not None:
+                low, high = np.searchsorted(units, (number * area, (number + 1) * area))
+                if low == high:
+                    continue
+                own = self._chosen(units[low:high] - number * area)
+            older, newer = pictures[2 * number:2 * number + 2]
+            addend = self._older_half(older, prepared)
+            if own is not None:
+                addend = addend.reshape(area, 4, -1)[own.long()].flatten(0, 1)
+            out.append(self._project(newer, prepared, self._newer, own, addend))
+            self._older_half(newer, prepared)
+        return torch.cat(out) if out else torch.zeros(
+            0, self._newer.width, dtype=self._dtype, device=self.device)
+
+    def _chosen(self, units: np.ndarray | None) -> Tensor | None:
+        if units is None:
+            return None
+        return torch.from_numpy(units.astype(np.int32)).to(self.device)
+
+    def _older_half(self, picture: Picture, prepared: Prepared) -> Tensor:
+        """Return W0 x of a frame, float32 [n, width]; it is computed and kept at most once."""
+        if picture.older is None:
+            picture.older = self._lookup(picture.frame, prepared.grid)
+        if picture.older is None:
+            picture.older = self._project(
+                picture, prepared, self._older, dtype=torch.float32)
+            self._keep(picture.frame, prepared.grid, picture.older)
+        return picture.older
+
+    def _project(
+        self, picture: Picture, prepared: Prepared, projection: Projection,
+        units: Tensor | None = None, addend: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        memory = picture.memory
+        if memory is None:
+            raise ValueError('the frame was prepared as an older half only')
+        if units is not None and units.numel() == 0:
+            return torch.zeros(0, projection.width, dtype=dtype or self._dtype, device=self.device)
+        if prepared.way == 'gpu' and self.kernels is not None:
+            return self.kernels.embed(
+                picture.frame, memory, prepared.grid[1] * PATCH, prepared.grid[2] * PATCH,
+                projection, units, dtype)
+        if self.kernels is not None:
+            return self.kernels.project(memory, projection, units, addend, dtype)
+        return project_plain(memory, projection, units, addend, dtype)
+
+    def _lookup(self, frame: Frame, grid: Grid) -> Tensor | None:
+        key = (frame.digest, *grid[1:])
+        with self._lock:
+            if key not in self._kept:
+                return None
+            self._kept.move_to_end(key)
+            return self._kept[key]
+
+    def _keep(self, frame: Frame, grid: Grid, older: Tensor) -> None:
+        if older.nbytes > KEPT_BYTES:
+            return
+        with self._lock:
+            self._kept[frame.digest, grid[1], grid[2]] = older
+            while sum(t.nbytes for t in self._kept.values()) > KEPT_BYTES:
+                self._kept.popitem(last=False)
+
+
+def _find_kernels(
+    device: torch.device, dtype: torch.dtype, width: int, patch: int,
+) -> CudaKernels | None:
+    """Return the kernels of a device that can use them, or ``None``."""
+    if device.type != 'cuda' or patch != PATCH or width % 8 or (
+            dtype not in (torch.bfloat16, torch.float16)):
+        return None
+    native = optional('qwen_vl_cuda', 'the way over the CPU and torch')
+    if native is None:
+        return None
+    try:
+        return CudaKernels(device, native)
+    except KernelError as error:
+        LOG.warning('%s; the way over the CPU and torch is used instead', error)
+        return None
