@@ -75,7 +75,9 @@ DEVICES: dict[str, Device] = {
         'maxn': _orin(HALF, 8, 918), 'maxn-super': _orin(HALF, 8, 1173)},
         orin=True, source=NVPMODEL),
     'orin-nano-8': Device('Jetson Orin Nano 8 GB', 'maxn-super', {
-        '15w': _orin(HALF_SLOW, 8, 612), '25w': _orin(HALF, 8, 918),
+        # Memory at 2133 MHz until it is flashed for the super modes, which begin with 25w.
+        '7w': _orin(HALF_SLOW, 8, 408), '15w': _orin(HALF_SLOW, 8, 612),
+        '25w': _orin(HALF, 8, 918),
         'maxn-super': _orin(HALF, 8, 1020)}, orin=True, source=NVPMODEL),
     'thor-t5000': Device('Jetson T5000 (Thor)', 'maxn', {'maxn': Mode(273.0, 258.0, 20, 1575)},
                          source='data sheet; dense FP16 is a quarter of the dense FP4 figure'),

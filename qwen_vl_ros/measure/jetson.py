@@ -31,6 +31,11 @@ BYTES_PER_CLOCK = {'AGX Orin': 64, 'Orin NX': 32, 'Orin Nano': 32, 'AGX Xavier':
                    'Xavier NX': 32, 'Thor': 64, 'Nano': 16, 'TX2': 32, 'TX1': 16}
 
 
+#: Engines that move pictures and tensors through memory, by the start of their names; the audio
+#: processor, which is always on and moves next to nothing, is none.
+MOVERS = ('NVDLA', 'NVENC', 'NVDEC', 'NVJPG', 'VIC', 'OFA', 'PVA', 'MSENC')
+
+
 class Source(Protocol):
     """Something that can be asked for a sample; ``read`` never raises."""
 
@@ -289,6 +294,10 @@ class Attribution:
     :param rest: measured less both: other processes, cameras, display, and what the counts leave
         out. Unknown when the counts exceed the measurement.
     :param peak: of the memory.
+    :param engines: of the rest, what the fixed-function engines (DLA, video, JPEG, VIC, OFA, PVA)
+        moved: 0 where the board says of all of them that they are off. Nothing counts the bytes of
+        one that is on, so that it is unknown then.
+    :param engines_on: those that were seen on.
     """
 
     seconds: float
@@ -297,6 +306,8 @@ class Attribution:
     cpu: float
     rest: float | None
     peak: float | None
+    engines: float | None = None
+    engines_on: tuple[str, ...] = ()
 
     def share(self, part: str) -> float | None:
         """Return a part's share of the peak."""
@@ -326,12 +337,17 @@ def attribute(
         inside = min(end_ns, span.end_ns) - max(start_ns, span.start_ns)
         if length > 0 and inside > 0:
             moved[span.stream == 'cpu'] += (span.bytes_read + span.bytes_written) * inside / length
-    known = [value for s in samples if start_ns <= s.time_ns <= end_ns and bytes_per_clock
+    samples = [s for s in samples if start_ns <= s.time_ns <= end_ns]
+    known = [value for s in samples if bytes_per_clock
              for value in [bandwidth_gb_s(s, bytes_per_clock)] if value is not None]
     measured = sum(known) / len(known) if known else None
     gpu, cpu = moved[False] / seconds / 1e9, moved[True] / seconds / 1e9
     rest = None if measured is None or measured < gpu + cpu else measured - gpu - cpu
-    return Attribution(seconds, measured, gpu, cpu, rest, peak_gb_s)
+    states = {(name, load.on) for s in samples for name, load in s.engines.items()
+              if name.startswith(MOVERS)}
+    on = tuple(sorted({name for name, state in states if state is not False}))
+    return Attribution(
+        seconds, measured, gpu, cpu, rest, peak_gb_s, 0.0 if states and not on else None, on)
 
 
 def bytes_per_clock(module: str) -> int | None:

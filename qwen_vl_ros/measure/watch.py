@@ -100,8 +100,13 @@ def format_report(report: dict[str, Any]) -> str:
         value = report[name]
         return 'unknown' if value is None else f'{value:.1f} {unit}'
 
+    engines = moved['engines']
+    on = ', '.join(moved['engines_on'])
+    inside = ('engines such as DLA and video unknown' + (f' ({on} on)' if on else '')
+              if engines is None else 'no DLA or video engine on')
     lines = [f'memory  {rate("measured")} in all: GPU stages {rate("gpu")}, CPU stages '
-             f'{rate("cpu")}, the rest {rate("rest")} (stages by their own byte counts)',
+             f'{rate("cpu")}, the rest {rate("rest")} (stages by their own byte counts; of the '
+             f'rest: {inside})',
              f'board   GPU load {show("gpu_percent", "%")}, power {show("power_w", "W")}, '
              f'junction at most {show("junction_c_max", "C")}, '
              f'mode {report["power_mode"] or "unknown"}']

@@ -346,6 +346,24 @@ def test_what_was_not_measured_stays_unknown():
     assert isinstance(found, Attribution)
 
 
+def test_engines_are_unknown_unless_the_board_says_that_they_are_off():
+    second = 1_000_000_000
+    off, on, unsaid = Load(on=False), Load(12.0, 115.0, True), Load(None, 174.0)
+
+    def found(**engines):
+        return attribute([Sample(1, emc_percent=9.0, emc_mhz=3200.0, engines=engines)], [], 0,
+                         second, 64)
+
+    assert found(NVDLA0=off, VIC=off, APE=unsaid).engines == 0.0
+    assert found(NVDLA0=off, VIC=on).engines is None
+    assert found(NVDLA0=off, VIC=on).engines_on == ('VIC',)
+    assert found(APE=unsaid).engines is None and found().engines is None
+    # As a board's own lines are read: VIC and NVENC are on in the one, all are off in the other.
+    busy, idle = parse(lines.JP6_64, 5), parse(lines.JP7_64, 5)
+    assert attribute([busy], [], 0, second, 64).engines_on == ('NVENC', 'VIC')
+    assert attribute([idle], [], 0, second, 64).engines == 0.0
+
+
 def test_bandwidth_of_a_sample():
     assert bandwidth_gb_s(parse(lines.JP7_64), 64) == pytest.approx(0.03 * 3199e6 * 64 / 1e9)
     assert bandwidth_gb_s(parse(lines.NO_ROOT), 64) is None

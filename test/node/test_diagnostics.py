@@ -32,6 +32,8 @@ def answered(gigabytes=1.0, seconds=0.1):
 def test_bandwidth_is_set_against_the_boards_peak():
     peak = peak_bandwidth_gb_s('NVIDIA Jetson AGX Orin Developer Kit')
     assert peak == 204.8 and math.isnan(peak_bandwidth_gb_s('x86_64 desk'))
+    nano = 'NVIDIA Jetson Orin Nano Engineering Reference Developer Kit'
+    assert (peak_bandwidth_gb_s(nano), peak_bandwidth_gb_s(f'{nano} Super')) == (68.3, 102.4)
     statistics = diagnostics.Statistics()
     job, outcome = answered(gigabytes=10.24, seconds=0.1)
     statistics.count(job, outcome)
