@@ -14,30 +14,26 @@ from torch import Tensor
 import qwen_vl_ros
 from qwen_vl_ros.engine.checkpoint import Checkpoint, find_folder, load_checkpoint
 from qwen_vl_ros.engine.config import load_config
-from qwen_vl_ros.engine.constrain import Constraint, Constraints
+from qwen_vl_ros.engine.constrain import Constraints
 from qwen_vl_ros.engine.device import is_out_of_memory, pick_device, pick_dtype
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode, one_line
-from qwen_vl_ros.engine.generate import Choice, Generated, Sampling, choose, generate
 from qwen_vl_ros.engine.kv_cache import CachePool, KVCache
 from qwen_vl_ros.engine.model import Model, Placed
 from qwen_vl_ros.engine.options import ModelInfo, Options, check_options
 from qwen_vl_ros.engine.prompt import Prompt, PromptBuilder, Turn, VisualToken
 from qwen_vl_ros.engine.quantize import KINDS, quantize_language
-from qwen_vl_ros.engine.request import check_request, plan_visual
-from qwen_vl_ros.engine.sessions import Sessions, without_repeats
+from qwen_vl_ros.engine.running import Running, plan_visuals, step
+from qwen_vl_ros.engine.sessions import Sessions
 from qwen_vl_ros.engine.stages import DeviceClock, FeatureCache
-from qwen_vl_ros.engine.text import TextStream
-from qwen_vl_ros.engine.types import Answer, Delta, Done, Event, Request, Stage, Visual
+from qwen_vl_ros.engine.types import Event, Request, Stage, Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.measure.timeline import Timeline
-
-#: (content key, features, all finite) of a visual encoded for the request in progress.
-Fresh = tuple[int, Tensor, Tensor]
 
 
 class Engine:
     """
-    A loaded model that answers one request at a time; its caller sees to that.
+    A loaded model. :meth:`answer` takes one request at a time, which its caller sees to;
+    :class:`~qwen_vl_ros.engine.schedule.Scheduler` runs several beside each other.
 
     :param checkpoint: its tensors are taken over.
     :param options: limits and habits.
@@ -60,12 +56,11 @@ class Engine:
             vocabulary[t] for t in ('<|im_end|>', '<|endoftext|>') if t in vocabulary}
         self.model = Model(checkpoint)
         quantize_language(self.model.language, quantization)
-        self._constraints = Constraints(
+        self.constraints = Constraints(
             checkpoint.tokenizer, checkpoint.config.language.vocab, self.end_tokens)
-        self._text = TextStream(checkpoint.tokenizer)
-        self._sessions = Sessions()
-        self._features = FeatureCache()
-        self._pool = CachePool(
+        self.sessions = Sessions()
+        self.features = FeatureCache()
+        self.pool = CachePool(
             checkpoint.config.language, options.max_context, self.model.device, self.model.dtype,
             options.cache_slots)
         self._closed = False
@@ -130,24 +125,40 @@ class Engine:
         :param cancelled: polled between pictures, between prefill chunks and before every token.
         :raises EngineError: any other failure; the next request works.
         """
+        self.check_open()
+        run = Running(self, request, timeline or Timeline(request.request_id), cancelled)
+        try:
+            yield from self._answer(run)
+        except Exception as error:
+            raise self.give_up(run, error) from error
+        finally:
+            run.close()
+
+    def check_open(self) -> None:
+        """:raises EngineError: INACTIVE when it has been closed."""
         if self._closed:
             raise EngineError(ErrorCode.INACTIVE, 'the engine is closed')
-        try:
-            yield from self._answer(request, timeline or Timeline(request.request_id), cancelled)
-        except EngineError as error:
-            if error.code == ErrorCode.NUMERICAL:
-                self._drop_caches()
-            raise
-        except Exception as error:
-            self._drop_caches()
-            if is_out_of_memory(error):
-                raise EngineError(
-                    ErrorCode.OUT_OF_MEMORY,
-                    f'out of memory with {len(request.visuals)} visuals: '
-                    f'{one_line(error)}') from error
-            raise EngineError(
-                ErrorCode.UNKNOWN,
-                f'the answer failed: {type(error).__name__}: {one_line(error)}') from error
+
+    def give_up(self, run: Running, error: Exception) -> EngineError:
+        """
+        Take a request that failed out of the engine; others that run are not touched.
+
+        :return: the error under its code.
+        """
+        if isinstance(error, EngineError) and error.code != ErrorCode.NUMERICAL:
+            run.close()
+            return error
+        run.close(keep=False)
+        self.drop_caches()
+        if isinstance(error, EngineError):
+            return error
+        if is_out_of_memory(error):
+            return EngineError(
+                ErrorCode.OUT_OF_MEMORY,
+                f'out of memory with {len(run.request.visuals)} visuals: {one_line(error)}')
+        return EngineError(
+            ErrorCode.UNKNOWN,
+            f'the answer failed: {type(error).__name__}: {one_line(error)}')
 
     def warm_up(self, sizes: Sequence[tuple[int, int]] = ((640, 480),)) -> None:
         """
@@ -180,7 +191,7 @@ class Engine:
         """
         timeline = Timeline(request.request_id)
         clock = DeviceClock(timeline, self.model.device)
-        visuals = self._plan(request)
+        visuals = plan_visuals(self, request)
         prompt = self.prompts.build((Turn(request.question, visuals),), request.system_prompt)
         features = [(span, self.model.encode(v, timeline, clock)[0])
                     for span, v in zip(prompt.spans, visuals)]
@@ -188,12 +199,12 @@ class Engine:
 
     def forget(self) -> None:
         """Empty the caches of prefixes and pictures; their memory is kept."""
-        self._features.clear()
-        self._pool.rewind()
+        self.features.clear()
+        self.pool.rewind()
 
     def reset_sessions(self) -> None:
         """Forget all conversations."""
-        self._sessions.clear()
+        self.sessions.clear()
 
     def set_pixels(self, min_pixels: int, max_pixels: int) -> None:
         """
@@ -217,167 +228,57 @@ class Engine:
         """Give back weights and caches; later requests are refused."""
         if not self._closed:
             self._closed = True
-            self._sessions.clear()
-            self._drop_caches()
+            self.sessions.clear()
+            self.drop_caches()
             del self.model
 
-    def _answer(
-        self, request: Request, timeline: Timeline, cancelled: Callable[[], bool],
-    ) -> Iterator[Event]:
-        options = self.options
-        check_request(request, self.prompts)
-        constraint = self._constraints.compile(request.json_schema)
-        stop = _stopper(timeline, request.deadline_s, cancelled)
-        clock = DeviceClock(timeline, self.model.device)
-        with timeline.stage('select'):
-            visuals = self._plan(request)
-        turns, prompt = self._fit(request, Turn(request.question, visuals))
-        shown = [v for turn in turns for v in turn.visuals]
-        cache, reused = self._pool.acquire(prompt.names)
-        state = Generated()
-        features: list[Placed] = []
-        fresh: list[Fresh] = []
-        needed = [(span, v) for span, v in zip(prompt.spans, shown)
-                  if span[1] > max(span[0], reused)]
-        if needed:
+    def _answer(self, run: Running) -> Iterator[Event]:
+        """Drive a request through its stages, one after the other."""
+        state = run.generated
+        run.plan()
+        run.open()
+        if run.looks:
             yield Stage('vision')
-        for span, visual in needed:
-            state.reason = state.reason or stop()
+        while (look := run.to_encode) is not None and not state.reason:
+            state.reason = run.stop()
             if not state.reason:
-                features.append((span, self._features_of(visual, timeline, clock, fresh)))
-        hidden: Tensor | None = None
+                run.encode(look, run.patches(look))
         if not state.reason:
             yield Stage('prefill')
-            x = self.model.embed(prompt, reused, features)
-            for chunk in x.split(options.prefill_chunk):
-                state.reason = state.reason or stop()
-                if not state.reason:
-                    hidden = self.model.prefill(prompt, chunk, cache.length, cache, clock)
-        text: list[str] = []
-        if not state.reason and hidden is not None:
+        while run.prefilled < run.prompt.ids.size and not state.reason:
+            state.reason = run.stop()
+            if not state.reason:
+                run.prefill(self.options.prefill_chunk)
+        if not state.reason:
             yield Stage('decode')
-            chooser = self._chooser(request, prompt, cache, hidden, fresh, constraint, clock)
-            self._text.reset()
-            for ids in generate(
-                    chooser, state, end_tokens=self.end_tokens, stop=stop,
-                    most=min(request.max_new_tokens, options.max_context - prompt.ids.size),
-                    repetition_window=options.repetition_window):
-                text.append(''.join(self._text.push(token) for token in ids))
-                if text[-1]:
-                    yield Delta(text[-1], len(state.ids))
-            text.append(self._text.finish())
-            if text[-1]:
-                yield Delta(text[-1], len(state.ids))
-        said = ''.join(text)
-        if state.reason in ('stop', 'length') and self.prompts.is_plain(said):
-            self._sessions.store(
-                request.session_id, (*turns[:-1], replace(turns[-1], answer=said)))
-        yield Done(Answer(
-            said, state.reason, tuple(state.ids), state.confidence,
-            sum(v.total for v in shown), sum(v.kept for v in shown), prompt.ids.size, timeline,
-            state.margin, tuple(v.unit_map for v in visuals)))
+            yield from self._decode(run)
+        yield run.answer()
 
-    def _plan(self, request: Request) -> tuple[VisualToken, ...]:
-        limits = (self.options.min_pixels, self.info.max_pixels)
-        return tuple(
-            plan_visual(v, request, self.options.selector, limits,
-                        self.model.config.vision.factor)
-            for v in request.visuals)
-
-    def _fit(self, request: Request, turn: Turn) -> tuple[tuple[Turn, ...], Prompt]:
-        """
-        Return the turns to show and their prompt; old turns go first, the question never.
-
-        :raises EngineError: PROMPT_TOO_LONG when the question alone does not fit.
-        """
-        history = self._sessions.history(request.session_id)
-        limit = self.options.max_context
-        for drop in range(len(history) + 1):
-            turns = without_repeats((*history[drop:], turn))
-            prompt = self.prompts.build(turns, request.system_prompt)
-            room = request.max_new_tokens if drop < len(history) else 1
-            if prompt.ids.size + room <= limit:
-                return turns, prompt
-        visual = sum(end - start for start, end in prompt.spans)
-        raise EngineError(
-            ErrorCode.PROMPT_TOO_LONG,
-            f'the prompt has {prompt.ids.size} tokens ({visual} of them visual), the context '
-            f'holds {limit} with at least one for the answer')
-
-    def _features_of(
-        self, visual: VisualToken, timeline: Timeline, clock: DeviceClock,
-        fresh: list[Fresh],
-    ) -> Tensor:
-        """
-        Return a visual's merged tokens [kept, width], from the cache or the encoder.
-
-        :param fresh: gets (key, features, all finite) of what was computed.
-        """
-        cached = self._features.get(visual.key)
-        if cached is not None:
-            return cached
-        features, finite = self.model.encode(visual, timeline, clock)
-        fresh.append((visual.key, features, finite))
-        return features
-
-    def _chooser(
-        self, request: Request, prompt: Prompt, cache: KVCache, hidden: Tensor,
-        fresh: list[Fresh], constraint: Constraint | None, clock: DeviceClock,
-    ) -> Callable[[int | None], Choice]:
-        """Return the function that computes the next token of this request."""
-        sampling = Sampling(request.temperature, request.top_k, request.top_p)
-        generator = None
-        if sampling.temperature > 0:
-            generator = torch.Generator(self.model.device).manual_seed(request.seed)
-
-        def next_choice(last: int | None) -> Choice:
-            allowed = None
-            if constraint is not None:
-                allowed = constraint.advance(last).to(self.model.device)
-
-            def pick(logits: Tensor) -> Choice:
-                return choose(logits, sampling, generator, allowed)
-
+    def _decode(self, run: Running) -> Iterator[Event]:
+        """Choose tokens until the answer ends, yielding the text that became final."""
+        state = run.generated
+        last: int | None = None
+        while not state.reason:
+            state.reason = run.stop()
+            if state.reason:
+                break
             if last is None:
-                choice = self.model.first_token(hidden, pick, clock)
-                self._keep_features(fresh)
-                return choice
-            return self.model.next_token(last, prompt, cache, pick, clock)
+                choice = run.first_choice()
+            else:
+                slot = run.admit(last) if run.slot is None else run.slot
+                choice = step(self, {slot: run}, {slot: last})[slot]
+            last = choice.token
+            delta = run.accept(choice)
+            if delta is not None:
+                yield delta
+        delta = run.end()
+        if delta is not None:
+            yield delta
 
-        return next_choice
-
-    def _keep_features(self, fresh: list[Fresh]) -> None:
-        """
-        Put computed features into the cache.
-
-        :raises EngineError: NUMERICAL for a picture whose features are not finite.
-        """
-        for key, features, finite in fresh:
-            if not bool(finite):
-                raise EngineError(
-                    ErrorCode.NUMERICAL,
-                    'numerical failure: the encoder gave features that are not finite; '
-                    'use bfloat16 or float32')
-            self._features.put(key, features)
-
-    def _drop_caches(self) -> None:
-        self._pool.forget()
-        self._features.clear()
+    def drop_caches(self) -> None:
+        """Give back the memory of all caches that no running request holds."""
+        self.pool.forget()
+        self.features.clear()
         if self.model.device.type == 'cuda':
             torch.cuda.empty_cache()
 
-
-def _stopper(
-    timeline: Timeline, deadline_s: float | None, cancelled: Callable[[], bool],
-) -> Callable[[], str]:
-    """Return a function that gives 'cancelled', 'deadline' or ''."""
-    end_ns = None if deadline_s is None else timeline.start_ns + int(deadline_s * 1e9)
-
-    def stop() -> str:
-        if cancelled():
-            return 'cancelled'
-        if end_ns is not None and time.monotonic_ns() >= end_ns:
-            return 'deadline'
-        return ''
-
-    return stop

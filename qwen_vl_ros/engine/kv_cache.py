@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qwen_vl_ros.engine.config import LanguageConfig
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 
 #: Names a row that no prompt can match.
 NO_TOKEN = -1
@@ -34,6 +35,8 @@ class KVCache:
         self.capacity = capacity
         self.tokens = np.zeros(capacity, np.int64)
         self.length = 0
+        #: Rows that the device is known to have written: others may read them.
+        self.settled = 0
         self.used = 0
 
     @staticmethod
@@ -63,6 +66,18 @@ class KVCache:
         differ = np.flatnonzero(self.tokens[:n] != tokens[:n])
         return int(differ[0]) if differ.size else n
 
+    def copy(self, other: KVCache, tokens: np.ndarray) -> None:
+        """
+        Take over rows that another cache shares with ``tokens`` beyond this one's length.
+
+        The last of the tokens is left out: it has to be computed for its logits.
+        """
+        end = min(other.match(tokens), other.settled, tokens.size - 1)
+        if end > self.length:
+            rows = slice(self.length, end)
+            self.rows[..., rows, :] = other.rows[..., rows, :]
+            self.extend(tokens[rows])
+
     def extend(self, tokens: np.ndarray) -> None:
         """Name the rows written after the present length."""
         self.tokens[self.length:self.length + tokens.size] = tokens
@@ -73,7 +88,10 @@ class CachePool:
     """
     A few caches; a request gets the one that shares the longest prefix, or the least used.
 
-    :param slots: how many sequences are kept; two serve a standing question and another one.
+    What another cache shares beyond that, also one in use, is copied: reading a row and writing it
+    is cheaper than computing it.
+
+    :param slots: how many sequences are kept or run at a time.
     """
 
     def __init__(
@@ -82,35 +100,61 @@ class CachePool:
     ) -> None:
         self._make = lambda: KVCache(config, capacity, device, dtype)
         self._caches: list[KVCache] = []
+        self._in_use: list[KVCache] = []
         self._slots = slots
         self._clock = 0
 
+    @property
+    def available(self) -> bool:
+        """Say whether :meth:`acquire` has a cache to give."""
+        return len(self._in_use) < self._slots
+
     def acquire(self, tokens: np.ndarray) -> tuple[KVCache, int]:
         """
-        Return a cache cut to the prefix that it shares with ``tokens``, and that length.
+        Take a cache cut to the prefix that it shares with ``tokens``, and that length.
 
         At least the last token is left to compute: its logits are not stored. A prefix that is
         worth little (under half of a stored sequence's length) leaves that sequence alone while a
         slot is free.
 
         :param tokens: int64 [n], names as in :class:`KVCache`.
+        :raises EngineError: OUT_OF_MEMORY when all caches are in use.
         """
         self._clock += 1
-        shared = [cache.match(tokens) for cache in self._caches]
+        idle = [cache for cache in self._caches if cache not in self._in_use]
+        shared = [cache.match(tokens) for cache in idle]
         best = int(np.argmax(shared)) if shared else -1
-        fits = best >= 0 and 2 * shared[best] >= self._caches[best].length
+        fits = best >= 0 and 2 * shared[best] >= idle[best].length
         if not fits and len(self._caches) < self._slots:
             self._caches.append(self._make())
             cache, reuse = self._caches[-1], 0
         elif fits:
-            cache, reuse = self._caches[best], shared[best]
-        else:
-            cache = min(self._caches, key=lambda c: c.used)
+            cache, reuse = idle[best], shared[best]
+        elif idle:
+            cache = min(idle, key=lambda c: c.used)
             reuse = cache.match(tokens)
-        reuse = min(reuse, tokens.size - 1)
-        cache.length = reuse
+        else:
+            raise EngineError(
+                ErrorCode.OUT_OF_MEMORY, f'all {self._slots} caches are in use')
+        cache.length = min(reuse, tokens.size - 1)
+        for other in self._caches:
+            if other is not cache:
+                cache.copy(other, tokens)
         cache.used = self._clock
-        return cache, reuse
+        cache.settled = cache.length
+        self._in_use.append(cache)
+        return cache, cache.length
+
+    def release(self, cache: KVCache, keep: bool = True) -> None:
+        """
+        Give a cache back; the device has done all work on it.
+
+        :param keep: what it holds can serve later requests; otherwise its memory goes.
+        """
+        self._in_use.remove(cache)
+        cache.settled = cache.length
+        if not keep:
+            self._caches.remove(cache)
 
     @property
     def used_bytes(self) -> int:
@@ -118,10 +162,11 @@ class CachePool:
         return sum(cache.rows.nbytes for cache in self._caches)
 
     def rewind(self) -> None:
-        """Forget what the caches hold, but keep their memory."""
+        """Forget what the caches hold that are not in use, but keep their memory."""
         for cache in self._caches:
-            cache.length = 0
+            if cache not in self._in_use:
+                cache.length = cache.settled = 0
 
     def forget(self) -> None:
-        """Drop all rows and give their memory back."""
-        self._caches.clear()
+        """Give the memory of all caches back that are not in use."""
+        self._caches = list(self._in_use)

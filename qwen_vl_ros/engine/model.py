@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from qwen_vl_ros.engine import costs
 from qwen_vl_ros.engine.checkpoint import Checkpoint
+from qwen_vl_ros.engine.decoder import Decoder, TorchDecoder
 from qwen_vl_ros.engine.generate import Choice
-from qwen_vl_ros.engine.kv_cache import NO_TOKEN, KVCache
+from qwen_vl_ros.engine.kv_cache import KVCache
 from qwen_vl_ros.engine.language import LanguageModel
 from qwen_vl_ros.engine.parts import Part, whole
 from qwen_vl_ros.engine.patches import extract_patches
@@ -36,6 +38,8 @@ class Model:
         self.vision = VisionEncoder(checkpoint.config.vision, checkpoint.tensors)
         self.language = LanguageModel(
             checkpoint.config.language, checkpoint.tensors, checkpoint.config.quant)
+        #: Takes sequences from their first token on.
+        self.decoder: Decoder = TorchDecoder(self.language)
         self.device, self.dtype = self.language.device, self.language.dtype
         self.element_size = self.language.embedding.element_size()
 
@@ -86,16 +90,21 @@ class Model:
         return self.encode_part(visual, self.patches(visual, timeline), whole(visual), clock)
 
     @torch.inference_mode()
-    def embed(self, prompt: Prompt, reused: int, features: Sequence[Placed]) -> Tensor:
+    def embed(
+        self, prompt: Prompt, start: int, features: Sequence[Placed], stop: int | None = None,
+    ) -> Tensor:
         """
-        Embed the prompt from index ``reused`` on, visual tokens in their places.
+        Embed the prompt from index ``start`` on, visual tokens in their places.
 
-        :return: [n - reused, width].
+        :param stop: one past the last index; ``None`` is the prompt's end.
+        :return: [stop - start, width].
         """
-        x = self.language.embed(torch.from_numpy(prompt.ids[reused:]).to(self.device))
-        for (start, end), merged in features:
-            begin = max(start, reused)
-            x[begin - reused:end - reused] = merged[begin - start:]
+        ids = prompt.ids[start:stop]
+        x = self.language.embed(torch.from_numpy(ids).to(self.device))
+        for (first, end), merged in features:
+            begin, last = max(first, start), min(end, start + ids.size)
+            if begin < last:
+                x[begin - start:last - start] = merged[begin - first:last - first]
         return x
 
     @torch.inference_mode()
@@ -129,26 +138,24 @@ class Model:
         with clock.stage('first_token', bytes_read=head, flops=flops):
             return choose(self.language.logits(hidden)[0])
 
-    @torch.inference_mode()
-    def next_token(
-        self, last: int, prompt: Prompt, cache: KVCache, choose: Callable[[Tensor], Choice],
-        clock: DeviceClock,
-    ) -> Choice:
+    def step(
+        self, rows: Sequence[tuple[DeviceClock, int]], allowed: Mapping[int, Tensor],
+    ) -> dict[int, Choice]:
         """
-        Run one token and choose the one after it.
+        Run one token of every sequence that the decoder holds.
 
-        :param last: the token to run.
-        :param prompt: what stands at the start of the cache.
+        :param rows: clock and cached positions of each. The weights are read once for all: each
+            is charged its share of them.
+        :param allowed: see :meth:`Decoder.step`.
+        :return: choices by slot.
         """
-        cost = costs.decoder_cost(
-            self.config.language, 1, cache.length, 1, self.language.weight_bytes,
-            self.element_size)
-        with clock.stage('token', **cost):
-            token = torch.tensor([last], device=self.device)
-            position = prompt.next_position + cache.length - prompt.ids.size
-            choice = choose(self.language.decode(token, position, cache, cache.length))
-        cache.extend(np.array([last if prompt.runs_on else NO_TOKEN]))
-        return choice
+        share = self.language.weight_bytes // len(rows)
+        with ExitStack() as stages:
+            for clock, past in rows:
+                cost = costs.decoder_cost(
+                    self.config.language, 1, past, 1, share, self.element_size)
+                stages.enter_context(clock.stage('token', shared=len(rows), **cost))
+            return self.decoder.step(allowed)
 
     @torch.inference_mode()
     def all_logits(self, prompt: Prompt, features: Sequence[Placed]) -> Tensor:

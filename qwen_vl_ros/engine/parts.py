@@ -59,7 +59,7 @@ def parts_of(visual: VisualToken, micro_batch: float) -> list[Part]:
     """
     slices, area = visual.grid[0], visual.grid[1] * visual.grid[2] // 4
     if micro_batch >= 1:
-        step = int(micro_batch)
+        step = int(min(micro_batch, slices))
         spans = [(first * area, min(first + step, slices) * area)
                  for first in range(0, slices, step)]
     else:

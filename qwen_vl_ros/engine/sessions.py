@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from qwen_vl_ros.engine.prompt import Turn
 
 class Sessions:
     """
-    Finished turns by session.
+    Finished turns by session. Safe to use from several threads.
 
     :param most_sessions: the one longest unused goes when there are more.
     :param most_turns: the oldest turn of a session goes when there are more.
@@ -24,22 +25,25 @@ class Sessions:
         self._most_turns = most_turns
         self._most_bytes = most_bytes
         self._turns: OrderedDict[str, tuple[Turn, ...]] = OrderedDict()
+        self._lock = threading.Lock()
 
     def history(self, session_id: str) -> tuple[Turn, ...]:
         """Return the session's turns, oldest first; none for an empty or unknown id."""
-        if session_id not in self._turns:
-            return ()
-        self._turns.move_to_end(session_id)
-        return self._turns[session_id]
+        with self._lock:
+            if session_id not in self._turns:
+                return ()
+            self._turns.move_to_end(session_id)
+            return self._turns[session_id]
 
     def store(self, session_id: str, turns: tuple[Turn, ...]) -> None:
         """Replace a session's turns; does nothing for the empty id."""
         if not session_id:
             return
-        self._turns[session_id] = turns[-self._most_turns:]
-        self._turns.move_to_end(session_id)
-        while len(self._turns) > self._most_sessions or self._bytes() > self._most_bytes:
-            self._turns.popitem(last=False)
+        with self._lock:
+            self._turns[session_id] = turns[-self._most_turns:]
+            self._turns.move_to_end(session_id)
+            while len(self._turns) > self._most_sessions or self._bytes() > self._most_bytes:
+                self._turns.popitem(last=False)
 
     def _bytes(self) -> int:
         """Return the bytes of all frames held."""
@@ -48,7 +52,8 @@ class Sessions:
 
     def clear(self) -> None:
         """Forget all sessions."""
-        self._turns.clear()
+        with self._lock:
+            self._turns.clear()
 
     def __len__(self) -> int:
         """Return the number of sessions."""

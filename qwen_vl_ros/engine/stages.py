@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qwen_vl_ros.engine.lanes import active_lane
 from qwen_vl_ros.measure.timeline import Span, Timeline
 
 
@@ -49,7 +50,8 @@ class DeviceClock:
         finally:
             end.record(stream)
             span = self._timeline.add(
-                name, started, time.monotonic_ns(), stream=str(self._device), **cost)
+                name, started, time.monotonic_ns(),
+                stream=' '.join(filter(None, (str(self._device), active_lane()))), **cost)
 
             def resolve(span: Span) -> None:
                 end.synchronize()
@@ -92,6 +94,10 @@ class FeatureCache:
         """Drop all features."""
         self._entries.clear()
         self._bytes = 0
+
+    def __contains__(self, key: int) -> bool:
+        """Say whether features are stored; safe to ask from other threads."""
+        return key in self._entries
 
     def __len__(self) -> int:
         """Return the number of pictures held."""

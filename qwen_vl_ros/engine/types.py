@@ -75,6 +75,7 @@ class Answer:
     :param margin: logit distance of best and second-best token at the first answer position.
     :param kept_units: for each visual of the request, bool [rows, columns] of the units of its
         last frames, in the picture's own arrangement.
+    :param approximate: options in force that can change an answer beyond rounding, by name.
     """
 
     text: str
@@ -87,6 +88,7 @@ class Answer:
     timeline: Timeline = field(repr=False)
     margin: float = float('nan')
     kept_units: tuple[np.ndarray, ...] = field(default=(), repr=False, compare=False)
+    approximate: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

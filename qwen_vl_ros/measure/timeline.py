@@ -25,6 +25,7 @@ class Span:
     :param bytes_read: bytes that the stage must read from memory (computed from shapes).
     :param bytes_written: bytes that it must write.
     :param flops: floating-point operations (a multiply-add counts two).
+    :param shared: requests that shared the stage and, evenly, the bytes of its weights.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Span:
     bytes_read: int = 0
     bytes_written: int = 0
     flops: int = 0
+    shared: int = 1
     _resolve: Callable[[Span], None] | None = field(default=None, repr=False, compare=False)
 
     @property

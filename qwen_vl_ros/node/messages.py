@@ -154,7 +154,8 @@ def decode_rates(line: Timeline) -> tuple[float, float]:
     spent_s = sum(span.ms for span in spans) / 1e3
     if not spent_s:
         return 0.0, 0.0
-    moved = sum(span.bytes_read + span.bytes_written for span in spans)
+    # A step that several answers share moved its weights once for all of them.
+    moved = sum(span.shared * (span.bytes_read + span.bytes_written) for span in spans)
     return len(spans) / spent_s, moved / spent_s / 1e9
 
 

@@ -67,8 +67,8 @@ def test_a_deadline_counts_from_submission_and_stops_the_work(engine, picture):
     engine.end_tokens, ends = frozenset(), engine.end_tokens
     try:
         steps = []
-        decode = engine.model.next_token
-        engine.model.next_token = lambda *a: steps.append(1) or decode(*a)
+        decode = engine.model.step
+        engine.model.step = lambda *a: steps.append(1) or decode(*a)
         started = time.monotonic()
         answer = list(engine.answer(request))[-1].answer
         assert time.monotonic() - started < 2
@@ -80,7 +80,7 @@ def test_a_deadline_counts_from_submission_and_stops_the_work(engine, picture):
         assert (answer.finish_reason, answer.token_ids) == ('deadline', ())
     finally:
         engine.end_tokens = ends
-        engine.model.__dict__.pop('next_token', None)
+        engine.model.__dict__.pop('step', None)
 
 
 def test_an_abandoned_answer_leaves_the_engine_usable(engine, picture):
@@ -103,7 +103,7 @@ def test_an_abandoned_answer_leaves_the_engine_usable(engine, picture):
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
      ErrorCode.OUT_OF_MEMORY),
 ])
-@pytest.mark.parametrize('where', ['encode', 'prefill', 'next_token'])
+@pytest.mark.parametrize('where', ['encode_part', 'prefill', 'step'])
 def test_a_failure_ends_the_request_with_its_reason(engine, picture, error, code, where):
     """C14 and out of memory: caches are given back and the next request works."""
     frame = picture(448, 336)
@@ -120,8 +120,8 @@ def test_a_failure_ends_the_request_with_its_reason(engine, picture, error, code
         delattr(engine.model, where)
     assert caught.code == code
     assert '\n' not in caught.message
-    assert len(engine._features) == 0
-    assert engine._pool.used_bytes == 0
+    assert len(engine.features) == 0
+    assert engine.pool.used_bytes == 0
     assert ask(engine, QUESTION, frame).token_ids == expected
 
 
@@ -149,13 +149,14 @@ def test_features_that_are_not_finite_concern_one_request(engine, picture):
 def test_token_zero_over_and_over_is_no_answer(engine, picture):
     """C1."""
     deltas = []
-    engine.model.first_token = engine.model.next_token = lambda *a: Choice(0, 1.0, 1.0, True)
+    engine.model.first_token = lambda *a: Choice(0, 1.0, 1.0, True)
+    engine.model.step = lambda *a: {0: Choice(0, 1.0, 1.0, True)}
     try:
         with pytest.raises(EngineError, match='numerical failure') as caught:
             for event in engine.answer(Request(QUESTION, max_new_tokens=64)):
                 deltas += [event] if isinstance(event, Delta) else []
     finally:
-        del engine.model.first_token, engine.model.next_token
+        del engine.model.first_token, engine.model.step
     assert caught.value.code == ErrorCode.NUMERICAL
     assert deltas == []
 

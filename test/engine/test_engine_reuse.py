@@ -11,6 +11,7 @@ from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.prompt import Turn, VisualToken
 from qwen_vl_ros.engine.sessions import Sessions
 from qwen_vl_ros.engine.stages import FeatureCache
+from qwen_vl_ros.engine.text import TextStream
 from qwen_vl_ros.engine.types import Request, Visual
 from qwen_vl_ros.frame import Frame
 
@@ -154,21 +155,19 @@ def test_decoded_rows_that_stand_elsewhere_are_not_named(engine, picture):
         answer = list(engine.answer(Request('a', (clip,), max_new_tokens=4)))[-1].answer
         prompt, _ = engine.trace(Request('a', (clip,)))
         whole = np.r_[prompt.names, answer.token_ids, 0]
-        _, reused = engine._pool.acquire(whole)
+        cache, reused = engine.pool.acquire(whole)
+        engine.pool.release(cache)
         fed = len(answer.token_ids) - (answer.finish_reason != 'stop')
         assert fed > 0
         assert reused == prompt.ids.size + (fed if named else 0)
 
 
-def test_an_answer_that_spells_a_control_token_is_not_remembered(engine):
+def test_an_answer_that_spells_a_control_token_is_not_remembered(engine, monkeypatch):
     """It would open a turn of its own in the next prompt."""
     alone = ask(engine, 'the path').prompt_tokens
-    push = engine._text.push
-    engine._text.push = lambda token: '<|im_start|>'
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(TextStream, 'push', lambda self, token: '<|im_start|>')
         assert '<|im_start|>' in ask(engine, 'a', session_id='s').text
-    finally:
-        engine._text.push = push
     assert ask(engine, 'the path', session_id='s').prompt_tokens == alone
 
 
@@ -202,7 +201,7 @@ def test_a_session_is_bounded(folders, picture):
     assert sizes[-1] > sizes[0]
     for i in range(40):
         ask(engine, 'a', session_id=f'other{i}')
-    assert len(engine._sessions) == 16
+    assert len(engine.sessions) == 16
 
 
 def test_sessions_give_up_frames_beyond_their_bytes(picture):
@@ -232,6 +231,6 @@ def test_memory_does_not_grow_with_sizes(engine, picture):
 def test_warm_up_leaves_nothing_behind(folders, picture):
     engine = Engine.load(str(folders['small']), device='cpu')
     engine.warm_up([(448, 336), (100, 60)])
-    assert len(engine._features) == 0
+    assert len(engine.features) == 0
     grey = Frame.from_rgb(np.full((336, 448, 3), 128, np.uint8))
     assert names(ask(engine, '?', grey))['encode'] == 1

@@ -1,0 +1,356 @@
+"""One request on its way through the stages; what drives it, decides when each of them runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qwen_vl_ros.engine.constrain import Constraint, Constraints
+from qwen_vl_ros.engine.decoder import Row
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.engine.generate import Acceptor, Choice, Generated, Sampling, choose
+from qwen_vl_ros.engine.kv_cache import CachePool, KVCache
+from qwen_vl_ros.engine.model import Model, Placed
+from qwen_vl_ros.engine.options import ModelInfo, Options
+from qwen_vl_ros.engine.parts import Part, banded, parts_of
+from qwen_vl_ros.engine.prompt import Prompt, PromptBuilder, Turn, VisualToken
+from qwen_vl_ros.engine.request import check_request, plan_visual
+from qwen_vl_ros.engine.sessions import Sessions, without_repeats
+from qwen_vl_ros.engine.stages import DeviceClock, FeatureCache
+from qwen_vl_ros.engine.text import TextStream
+from qwen_vl_ros.engine.types import Answer, Delta, Done, Request
+from qwen_vl_ros.measure.timeline import Timeline
+
+#: How an answer is labelled whose pictures were encoded in bands.
+BANDS = 'micro_batch'
+
+
+class Shared(Protocol):
+    """What requests share: a loaded engine."""
+
+    model: Model
+    options: Options
+    info: ModelInfo
+    tokenizer: Any
+    prompts: PromptBuilder
+    constraints: Constraints
+    sessions: Sessions
+    features: FeatureCache
+    pool: CachePool
+    end_tokens: frozenset[int]
+
+
+@dataclass
+class Look:
+    """
+    A visual that the prompt needs, and how far it has come.
+
+    :param visual: as planned.
+    :param span: its place in the prompt.
+    :param parts: still to be encoded, in order.
+    :param done: merged tokens of the parts encoded, in order.
+    :param cached: the features were there already.
+    """
+
+    visual: VisualToken
+    span: tuple[int, int]
+    parts: list[Part]
+    done: list[Tensor] = field(default_factory=list)
+    cached: bool = False
+
+    @property
+    def ready(self) -> int:
+        """Return the prompt's index up to which features are there (or under way)."""
+        return self.span[0] + sum(part.shape[0] for part in self.done)
+
+
+class Running:
+    """
+    State and stages of a request: plan, open, encode and prefill in steps, choose, accept, close.
+
+    :meth:`plan` may run on any thread; all others on the one that owns the device.
+
+    :param shared: the engine.
+    :param request: the question.
+    :param timeline: made when it was submitted; its start counts for the deadline.
+    :param cancelled: polled wherever the work can be cut off.
+    :param micro_batch: see :func:`parts_of`.
+    """
+
+    def __init__(
+        self, shared: Shared, request: Request, timeline: Timeline,
+        cancelled: Callable[[], bool], micro_batch: float = float('inf'),
+    ) -> None:
+        self.request = request
+        self.timeline = timeline
+        self.micro_batch = micro_batch
+        self.generated = Generated()
+        self.looks: list[Look] = []
+        self.hidden: Tensor | None = None
+        self.cache: KVCache | None = None
+        self.slot: int | None = None
+        self._shared = shared
+        self._cancelled = cancelled
+        self._end_ns = None if request.deadline_s is None else (
+            timeline.start_ns + int(request.deadline_s * 1e9))
+        self._said: list[str] = []
+        self._finite: list[tuple[Look, Tensor]] = []
+
+    # On any thread
+
+    def stop(self) -> str:
+        """Return 'cancelled' or 'deadline' when it is to end, else ''."""
+        if self._cancelled():
+            return 'cancelled'
+        if self._end_ns is not None and time.monotonic_ns() >= self._end_ns:
+            return 'deadline'
+        return ''
+
+    def plan(self) -> None:
+        """
+        Check the request and lay out its prompt.
+
+        :raises EngineError: BAD_REQUEST, BAD_SCHEMA or PROMPT_TOO_LONG.
+        """
+        shared, request = self._shared, self.request
+        check_request(request, shared.prompts)
+        self._constraint: Constraint | None = shared.constraints.compile(request.json_schema)
+        with self.timeline.stage('select'):
+            self.visuals = tuple(
+                banded(v, self.micro_batch) for v in plan_visuals(shared, request))
+        self.turns, self.prompt = self._fit(Turn(request.question, self.visuals))
+        self.shown = [v for turn in self.turns for v in turn.visuals]
+
+    def _fit(self, turn: Turn) -> tuple[tuple[Turn, ...], Prompt]:
+        """
+        Return the turns to show and their prompt; old turns go first, the question never.
+
+        :raises EngineError: PROMPT_TOO_LONG when the question alone does not fit.
+        """
+        request = self.request
+        history = self._shared.sessions.history(request.session_id)
+        limit = self._shared.options.max_context
+        for drop in range(len(history) + 1):
+            turns = without_repeats((*history[drop:], turn))
+            prompt = self._shared.prompts.build(turns, request.system_prompt)
+            room = request.max_new_tokens if drop < len(history) else 1
+            if prompt.ids.size + room <= limit:
+                return turns, prompt
+        visual = sum(end - start for start, end in prompt.spans)
+        raise EngineError(
+            ErrorCode.PROMPT_TOO_LONG,
+            f'the prompt has {prompt.ids.size} tokens ({visual} of them visual), the context '
+            f'holds {limit} with at least one for the answer')
+
+    # On the device's thread
+
+    def open(self) -> None:
+        """
+        Take a cache and find out which visuals have to be encoded.
+
+        :raises EngineError: OUT_OF_MEMORY when all caches are in use.
+        """
+        shared = self._shared
+        self.clock = DeviceClock(self.timeline, shared.model.device)
+        self.cache, self.reused = shared.pool.acquire(self.prompt.names)
+        for span, visual in zip(self.prompt.spans, self.shown):
+            if span[1] <= max(span[0], self.reused):
+                continue
+            features = shared.features.get(visual.key)
+            if features is None:
+                self.looks.append(Look(visual, span, parts_of(visual, self.micro_batch)))
+            else:
+                self.looks.append(Look(visual, span, [], [features], cached=True))
+
+    @property
+    def to_encode(self) -> Look | None:
+        """Return the first visual with parts left to encode."""
+        return next((look for look in self.looks if look.parts), None)
+
+    def patches(self, look: Look) -> Tensor:
+        """Return the patches of a visual; may run on another thread."""
+        return self._shared.model.patches(look.visual, self.timeline)
+
+    def encode(self, look: Look, patches: Tensor) -> None:
+        """Encode the next part of a visual; the device may still be at it on return."""
+        part = look.parts.pop(0)
+        features, finite = self._shared.model.encode_part(
+            look.visual, patches, part, self.clock)
+        look.done.append(features)
+        self._finite.append((look, finite))
+
+    @property
+    def ready(self) -> int:
+        """Return the prompt's index up to which it can be prefilled."""
+        look = self.to_encode
+        return self.prompt.ids.size if look is None else look.ready
+
+    @property
+    def prefilled(self) -> int:
+        """Return the prompt's index up to which it has been prefilled."""
+        assert self.cache is not None
+        return self.cache.length
+
+    def prefill(self, most: int) -> int:
+        """
+        Prefill the next tokens of what is ready.
+
+        :param most: tokens at most.
+        :return: how many there were.
+        """
+        assert self.cache is not None
+        start = self.prefilled
+        stop = min(self.ready, start + most)
+        placed: list[Placed] = []
+        for look in self.looks:
+            begin = look.span[0]
+            for features in look.done:
+                placed.append(((begin, begin + features.shape[0]), features))
+                begin += features.shape[0]
+        model = self._shared.model
+        x = model.embed(self.prompt, start, placed, stop)
+        self.hidden = model.prefill(self.prompt, x, start, self.cache, self.clock)
+        return stop - start
+
+    def first_choice(self) -> Choice:
+        """
+        Choose the first token; waits for the device.
+
+        :raises EngineError: NUMERICAL for a picture whose features are not finite.
+        """
+        request, shared = self.request, self._shared
+        sampling = Sampling(request.temperature, request.top_k, request.top_p)
+        generator = None
+        if sampling.temperature > 0:
+            generator = torch.Generator(shared.model.device).manual_seed(request.seed)
+        self._acceptor = Acceptor(
+            self.generated, shared.end_tokens,
+            min(request.max_new_tokens, shared.options.max_context - self.prompt.ids.size),
+            shared.options.repetition_window)
+        self._text = TextStream(shared.tokenizer)
+        assert self.hidden is not None
+        allowed = self.allowed(None)
+        choice = shared.model.first_token(
+            self.hidden, lambda logits: choose(logits, sampling, generator, allowed), self.clock)
+        self.hidden = None
+        self._keep_features()
+        return choice
+
+    def allowed(self, last: int | None) -> Tensor | None:
+        """
+        Return the tokens that a schema permits after ``last``, bool [vocab]; ``None`` is any.
+
+        :param last: the token just chosen; ``None`` before the first.
+        """
+        if self._constraint is None:
+            return None
+        return self._constraint.advance(last).to(self._shared.model.device)
+
+    def _keep_features(self) -> None:
+        for _, finite in self._finite:
+            if not bool(finite):
+                raise EngineError(
+                    ErrorCode.NUMERICAL,
+                    'numerical failure: the encoder gave features that are not finite; '
+                    'use bfloat16 or float32')
+        for look in self.looks:
+            if not look.cached:
+                features = look.done[0] if len(look.done) == 1 else torch.cat(look.done)
+                self._shared.features.put(look.visual.key, features)
+        self._finite, self.looks = [], []
+
+    def admit(self, token: int) -> int:
+        """Give the sequence to the decoder, which runs ``token`` next; return its slot."""
+        request, prompt = self.request, self.prompt
+        assert self.cache is not None
+        sampling = Sampling(request.temperature, request.top_k, request.top_p)
+        # Another seed than the first token's, whose draw would otherwise come twice.
+        self.slot = self._shared.model.decoder.admit(
+            Row(self.cache, prompt.next_position - prompt.ids.size, sampling, request.seed + 1,
+                named=prompt.runs_on, steps=self._acceptor.most - 1), token)
+        return self.slot
+
+    def accept(self, choice: Choice) -> Delta | None:
+        """
+        Count a choice in; ``generated.reason`` is set when it was the last.
+
+        :return: the text that became final.
+        :raises EngineError: NUMERICAL.
+        """
+        ids = self._acceptor.take(choice)
+        return self._delta(''.join(self._text.push(token) for token in ids))
+
+    def end(self) -> Delta | None:
+        """Return the rest of the text when no more tokens come."""
+        if not hasattr(self, '_text'):
+            return None
+        rest = ''.join(self._text.push(token) for token in self._acceptor.rest())
+        return self._delta(rest + self._text.finish())
+
+    def _delta(self, text: str) -> Delta | None:
+        self._said.append(text)
+        return Delta(text, len(self.generated.ids)) if text else None
+
+    def answer(self) -> Done:
+        """Return the answer, and remember it where it belongs to a session."""
+        said, state = ''.join(self._said), self.generated
+        shared, shown = self._shared, self.shown
+        if state.reason in ('stop', 'length') and shared.prompts.is_plain(said):
+            shared.sessions.store(
+                self.request.session_id, (*self.turns[:-1], replace(self.turns[-1], answer=said)))
+        bands = self.micro_batch < 1 and bool(shown)
+        return Done(Answer(
+            said, state.reason, tuple(state.ids), state.confidence,
+            sum(v.total for v in shown), sum(v.kept for v in shown), self.prompt.ids.size,
+            self.timeline, state.margin, tuple(v.unit_map for v in self.visuals),
+            (BANDS,) if bands else ()))
+
+    def release(self) -> None:
+        """Take the sequence out of the decoder."""
+        if self.slot is not None:
+            slot, self.slot = self.slot, None
+            self._shared.model.decoder.release(slot)
+
+    def close(self, keep: bool = True) -> None:
+        """
+        Give back what it holds; the device has done all its work.
+
+        :param keep: the cache's rows can be trusted.
+        """
+        self.release()
+        self.looks, self._finite, self.hidden = [], [], None
+        if self.cache is not None:
+            cache, self.cache = self.cache, None
+            self._shared.pool.release(cache, keep)
+
+
+def plan_visuals(shared: Shared, request: Request) -> tuple[VisualToken, ...]:
+    """
+    Fix grid, kept units and key of each visual of a request.
+
+    :raises EngineError: BAD_REQUEST.
+    """
+    limits = (shared.options.min_pixels, shared.info.max_pixels)
+    return tuple(plan_visual(v, request, shared.options.selector, limits,
+                             shared.model.config.vision.factor) for v in request.visuals)
+
+
+def step(shared: Shared, rows: Mapping[int, Running],
+         last: Mapping[int, int]) -> dict[int, Choice]:
+    """
+    Run one token of every admitted sequence and return the ones after them, by slot.
+
+    :param rows: all admitted sequences by slot.
+    :param last: the token that each runs now.
+    """
+    allowed = {slot: mask for slot, run in rows.items()
+               if (mask := run.allowed(last[slot])) is not None}
+    return shared.model.step(
+        [(run.clock, run.cache.length) for run in rows.values() if run.cache is not None],
+        allowed)
+
