@@ -77,6 +77,27 @@ class Profile:
                 f'{self.transfer_ms:.3f} + GPU {self.gpu_ms:.3f}')
 
 
+@dataclass(frozen=True)
+class Half:
+    """
+    W0 x of a frame.
+
+    :param values: float32 [n, width].
+    :param made: reached on the device when they are there; ``None`` on a CPU.
+    """
+
+    values: Tensor
+    made: torch.cuda.Event | None
+
+    def wait(self) -> Tensor:
+        """Return the values for use on the current stream, which waits for them."""
+        if self.made is not None:
+            stream = torch.cuda.current_stream(self.values.device)
+            stream.wait_event(self.made)
+            self.values.record_stream(stream)
+        return self.values
+
+
 @dataclass
 class Picture:
     """
@@ -84,12 +105,13 @@ class Picture:
 
     :param memory: uint8, patches [n, 588] (way ``cpu``) or the camera's buffer (way ``gpu``);
         ``None`` where only ``older`` is needed.
-    :param older: W0 x, float32 [n, width], where it is known already.
+    :param older: W0 x, where it is known already.
     """
 
     frame: Frame
+    way: str
     memory: Tensor | None
-    older: Tensor | None = None
+    older: Half | None = None
 
 
 @dataclass
@@ -98,17 +120,21 @@ class Prepared:
     What :meth:`Offload.prepare` made of a visual.
 
     :param pictures: one for a still, 2t for a clip; a repeated last frame is the same object.
-    :param way: ``cpu`` or ``gpu``.
+    :param features: bytes of a patch, or of a pair of patches.
     :param bytes_read: by the CPU, and ``bytes_written``; patches or the pinned copy of a frame.
-    :param upload_bytes: that go to the device.
     """
 
     pictures: list[Picture]
     grid: Grid
-    way: str
+    features: int
     bytes_read: int
     bytes_written: int
-    upload_bytes: int
+
+    def of_slices(self, first: int, end: int | None) -> list[Picture]:
+        """Return the pictures of slices from ``first`` to before ``end`` (all)."""
+        if len(self.pictures) == 1:
+            return self.pictures
+        return self.pictures[2 * first:None if end is None else 2 * end]
 
 
 class Offload:
@@ -150,7 +176,7 @@ class Offload:
         self._older = Projection.make(halves[:, :, 0].reshape(width, -1), None)
         self._newer = Projection.make(halves[:, :, 1].reshape(width, -1), pair[1])
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[bytes, int, int], Tensor] = OrderedDict()
+        self._kept: OrderedDict[tuple[bytes, int, int], Half] = OrderedDict()
         self._choice: dict[tuple[int, int, int, int], str] = {}
         #: What was measured, by (width, height, rows, columns of patches) and way.
         self.profiles: dict[tuple[int, int, int, int], dict[str, Profile]] = {}
@@ -167,52 +193,65 @@ class Offload:
         if way == 'gpu' and not all(map(accepts, frames)):
             way = 'cpu'
         pictures: list[Picture] = []
-        read = written = uploaded = 0
+        read = written = 0
         for number, frame in enumerate(frames):
             older = None
             if len(frames) > 1 and number % 2 == 0:
                 older = self._lookup(frame, grid)
             # The last frame of an odd clip is a newer half too: its own copy stands behind it.
             if older is not None and number + 1 < len(frames):
-                pictures.append(Picture(frame, None, older))
+                pictures.append(Picture(frame, way, None, older))
                 continue
             memory = self._memory(frame, grid, way)
             read += frame.data.size
             written += memory.nbytes
-            uploaded += 0 if way == 'gpu' and self.unified else memory.nbytes
-            pictures.append(Picture(frame, memory, older))
+            pictures.append(Picture(frame, way, memory, older))
         if len(frames) > 1 and len(frames) % 2:
             pictures.append(pictures[-1])
-        on_gpu = self.device.type == 'cuda'
-        return Prepared(pictures, grid, way, read, written, uploaded if on_gpu else 0)
+        features = 3 * self.patch ** 2 * min(2, len(pictures))
+        return Prepared(pictures, grid, features, read, written)
 
-    def upload(self, prepared: Prepared) -> None:
-        """Bring what was prepared to the device, without waiting for it."""
-        if self.device.type != 'cuda' or (prepared.way == 'gpu' and self.unified):
-            return
-        for picture in prepared.pictures:
-            if picture.memory is not None and picture.memory.device.type == 'cpu':
+    def upload(self, prepared: Prepared, first: int = 0, end: int | None = None) -> int:
+        """
+        Bring what was prepared to the device, without waiting for it.
+
+        :param first: temporal slice, and ``end``: one past the last; the others stay.
+        :return: bytes that were sent; 0 where the device reads them where they are.
+        """
+        if self.device.type != 'cuda':
+            return 0
+        sent = 0
+        for picture in prepared.of_slices(first, end):
+            in_place = picture.way == 'gpu' and self.unified
+            if picture.memory is not None and not picture.memory.is_cuda and not in_place:
+                sent += picture.memory.nbytes
                 picture.memory = picture.memory.to(self.device, non_blocking=True)
+        return sent
 
     @torch.inference_mode()
-    def embed(self, prepared: Prepared, units: np.ndarray | None = None) -> Tensor:
+    def embed(
+        self, prepared: Prepared, units: np.ndarray | None = None, first: int = 0,
+        end: int | None = None,
+    ) -> Tensor:
         """
         Embed what was prepared and uploaded.
 
-        :param units: int64, ascending indices of the units to keep over all slices; ``None``
-            keeps all.
+        :param units: int64, ascending indices of the units to keep, counted from the first slice;
+            ``None`` keeps all.
+        :param first: temporal slice, and ``end``: one past the last.
         :return: [4 * kept, width] in unit order, the encoder's dtype, on the device.
         """
         try:
-            return self._embed(prepared, units)
+            return self._embed(prepared, units, first, end)
         except KernelError as error:
-            if prepared.way != 'gpu':
+            if prepared.pictures[0].way != 'gpu':
                 raise
             # A reduction so strong that its taps do not fit into shared memory.
             LOG.info('%s; this picture takes the way over the CPU', error)
-            prepared = self.prepare([p.frame for p in prepared.pictures], prepared.grid, 'cpu')
-            self.upload(prepared)
-            return self._embed(prepared, units)
+            frames = [picture.frame for picture in prepared.pictures]
+            prepared = self.prepare(frames, prepared.grid, 'cpu')
+            self.upload(prepared, first, end)
+            return self._embed(prepared, units, first, end)
 
     def choose(self, frame: Frame, grid: Grid) -> str:
         """Return ``cpu`` or ``gpu`` for pictures of this size; ``auto`` measures a new one."""
@@ -256,7 +295,7 @@ class Offload:
     def kept_bytes(self) -> int:
         """Return the bytes of kept W0 x."""
         with self._lock:
-            return sum(t.nbytes for t in self._kept.values())
+            return sum(half.values.nbytes for half in self._kept.values())
 
     def _timed(self, step: Callable[[], Any]) -> tuple[Any, float]:
         """Return a step's result and the milliseconds until it has ended on CPU and device."""
@@ -280,21 +319,22 @@ class Offload:
         extract_patches([frame], (1, *grid[1:]), self.patch, out.numpy())
         return out
 
-    def _embed(self, prepared: Prepared, units: np.ndarray | None) -> Tensor:
-        t, h, w = prepared.grid
+    def _embed(
+        self, prepared: Prepared, units: np.ndarray | None, first: int, end: int | None,
+    ) -> Tensor:
+        _, h, w = prepared.grid
         area = h * w // 4
-        pictures = prepared.pictures
-        if len(pictures) == 1:
+        pictures = prepared.of_slices(first, end)
+        if len(prepared.pictures) == 1:
             return self._project(pictures[0], prepared, self._still, self._chosen(units))
-        if prepared.way == 'gpu' and self.kernels is not None:
+        for picture in pictures:
             # Both halves of a pair are made of the same patches.
-            for picture in {id(p): p for p in pictures}.values():
-                if picture.memory is not None:
-                    picture.memory = self.kernels.patches(
-                        picture.frame, picture.memory, h * PATCH, w * PATCH)
-            prepared.way = 'cpu'
+            if picture.way == 'gpu' and picture.memory is not None and self.kernels is not None:
+                picture.memory = self.kernels.patches(
+                    picture.frame, picture.memory, h * PATCH, w * PATCH)
+                picture.way = 'cpu'
         out = []
-        for number in range(t):
+        for number in range(len(pictures) // 2):
             own = None
             if units is not None:
                 low, high = np.searchsorted(units, (number * area, (number + 1) * area))
@@ -320,10 +360,14 @@ class Offload:
         if picture.older is None:
             picture.older = self._lookup(picture.frame, prepared.grid)
         if picture.older is None:
-            picture.older = self._project(
-                picture, prepared, self._older, dtype=torch.float32)
+            values = self._project(picture, prepared, self._older, dtype=torch.float32)
+            made = None
+            if values.is_cuda:
+                made = torch.cuda.Event()
+                made.record(torch.cuda.current_stream(self.device))
+            picture.older = Half(values, made)
             self._keep(picture.frame, prepared.grid, picture.older)
-        return picture.older
+        return picture.older.wait()
 
     def _project(
         self, picture: Picture, prepared: Prepared, projection: Projection,
@@ -335,7 +379,7 @@ class Offload:
             raise ValueError('the frame was prepared as an older half only')
         if units is not None and units.numel() == 0:
             return torch.zeros(0, projection.width, dtype=dtype or self._dtype, device=self.device)
-        if prepared.way == 'gpu' and self.kernels is not None:
+        if picture.way == 'gpu' and self.kernels is not None:
             return self.kernels.embed(
                 picture.frame, memory, prepared.grid[1] * PATCH, prepared.grid[2] * PATCH,
                 projection, units, dtype)
@@ -343,7 +387,7 @@ class Offload:
             return self.kernels.project(memory, projection, units, addend, dtype)
         return project_plain(memory, projection, units, addend, dtype)
 
-    def _lookup(self, frame: Frame, grid: Grid) -> Tensor | None:
+    def _lookup(self, frame: Frame, grid: Grid) -> Half | None:
         key = (frame.digest, *grid[1:])
         with self._lock:
             if key not in self._kept:
@@ -351,12 +395,12 @@ class Offload:
             self._kept.move_to_end(key)
             return self._kept[key]
 
-    def _keep(self, frame: Frame, grid: Grid, older: Tensor) -> None:
-        if older.nbytes > KEPT_BYTES:
+    def _keep(self, frame: Frame, grid: Grid, older: Half) -> None:
+        if older.values.nbytes > KEPT_BYTES:
             return
         with self._lock:
             self._kept[frame.digest, grid[1], grid[2]] = older
-            while sum(t.nbytes for t in self._kept.values()) > KEPT_BYTES:
+            while sum(half.values.nbytes for half in self._kept.values()) > KEPT_BYTES:
                 self._kept.popitem(last=False)
 
 

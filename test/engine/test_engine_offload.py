@@ -67,6 +67,12 @@ def test_stills_and_clips_equal_the_pair_product(kernel, count, dtype, most):
     units = np.array([0, 2, 5, *(range(6, 6 * grid[0], 5))])
     kept = embed(offload, frames, grid, units)
     assert torch.equal(kept.reshape(len(units), 4, WIDTH), first.reshape(-1, 4, WIDTH)[units])
+    # Slice by slice.
+    prepared = offload.prepare(frames, grid)
+    apart = [offload.embed(prepared, None, s, s + 1) for s in range(grid[0])]
+    assert torch.equal(torch.cat(apart), first)
+    assert torch.equal(offload.embed(prepared, np.array([1]), grid[0] - 1, grid[0]),
+                       first.reshape(-1, 4, WIDTH)[6 * (grid[0] - 1) + 1])
 
 
 def test_an_older_half_is_computed_when_its_frame_arrives(kernel):

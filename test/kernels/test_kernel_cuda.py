@@ -237,7 +237,7 @@ def test_both_ways_of_a_visual_give_the_same(kernels, count):
         offload = Offload(fold_still(kernel), fold_pair(kernel), way=way, kernels=cuda)
         for chosen in (None, units):
             prepared = offload.prepare(frames, grid)
-            assert prepared.way == way
+            assert {p.way for p in prepared.pictures} == {way}
             offload.upload(prepared)
             found.append(offload.embed(prepared, chosen))
     every, kept = found[:2]

@@ -26,7 +26,7 @@ from qwen_vl_ros.measure.interconnect import (
     tuning,
 )
 from qwen_vl_ros.measure.links import links, summary
-from qwen_vl_ros.measure.transport import Transport, compute_ms
+from qwen_vl_ros.measure.transport import HandOver, Transport, compute_ms
 
 SIZES = tuple(4096 * 16 ** i for i in range(4))
 
@@ -185,6 +185,43 @@ def test_every_byte_arrives_however_it_is_cut(way, both):
         assert transport.time_one(Setting(size, way, streams, chunks, both)) > 0
         assert transport.received(0, size)
         assert transport.received(1, size) == both
+
+
+def hand_over_all(first, second):
+    """Hand tensors over by every setting, poisoned targets in between."""
+    import torch
+
+    for setting in grid((4096, 1 << 18)):
+        if setting.both:
+            continue
+        row = {'both': False, 'size': setting.size, 'way': setting.way,
+               'streams': setting.streams, 'chunks': setting.chunks}
+        over = HandOver(torch.device(first), torch.device(second), [row, row | {'both': True}])
+        assert over.setting(5) == Setting(5, setting.way, setting.streams, setting.chunks)
+        for shape in ((391, 96), (3, 5), (0, 96), (64, 1024)):
+            x = torch.randn(shape, device=first, dtype=torch.bfloat16)
+            out = over(x)
+            assert out.dtype == x.dtype and out.device == torch.device(second)
+            # On the target's stream, behind the copies.
+            assert torch.equal((out + 0).cpu(), x.cpu())
+            assert torch.equal(over(x.T).cpu(), x.T.cpu())
+
+
+def test_a_hand_over_follows_the_tuning_table():
+    import torch
+
+    hand_over_all('cpu', 'cpu')
+    cpu = torch.device('cpu')
+    assert HandOver(cpu, cpu).setting(1 << 20) == Setting(1 << 20, 'direct', 1, 1)
+    table = [{'both': False, 'size': 4096, 'way': 'direct', 'streams': 1, 'chunks': 1},
+             {'both': False, 'size': 1 << 20, 'way': 'staged pinned', 'streams': 2, 'chunks': 4}]
+    over = HandOver(cpu, cpu, table)
+    assert over.setting(5000).way == 'direct' and over.setting(3 << 19).chunks == 4
+
+
+@pytest.mark.gpu
+def test_a_hand_over_on_a_gpu():
+    hand_over_all('cuda:0', 'cuda:0')
 
 
 def test_the_computation_beside_it_is_timed():
