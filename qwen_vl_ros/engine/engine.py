@@ -19,7 +19,7 @@ from qwen_vl_ros.engine.device import is_out_of_memory, pick_device, pick_dtype
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode, one_line
 from qwen_vl_ros.engine.kv_cache import CachePool, KVCache
 from qwen_vl_ros.engine.model import Model, Placed
-from qwen_vl_ros.engine.options import ModelInfo, Options, check_options
+from qwen_vl_ros.engine.options import ModelInfo, Options, cache_count, check_options
 from qwen_vl_ros.engine.prompt import Prompt, PromptBuilder, Turn, VisualToken
 from qwen_vl_ros.engine.quantize import KINDS, quantize_language
 from qwen_vl_ros.engine.running import Running, plan_visuals, step
@@ -62,7 +62,8 @@ class Engine:
         self.features = FeatureCache()
         self.pool = CachePool(
             checkpoint.config.language, options.max_context, self.model.device, self.model.dtype,
-            options.cache_slots)
+            cache_count(options, KVCache.bytes_for(
+                checkpoint.config.language, options.max_context, self.model.element_size)))
         self._closed = False
         form = checkpoint.config.quant
         self.info = ModelInfo(
@@ -107,8 +108,8 @@ class Engine:
         config = load_config(folder)
         check_options(options, config.vision.factor, config.language.max_positions)
         size = torch.empty(0, dtype=kind).element_size()
-        cache = options.cache_slots * KVCache.bytes_for(config.language, max_context, size)
-        checkpoint = load_checkpoint(folder, where, kind, cache)
+        cache = KVCache.bytes_for(config.language, max_context, size)
+        checkpoint = load_checkpoint(folder, where, kind, cache * cache_count(options, cache))
         return cls(checkpoint, options, quantization, started)
 
     def answer(
@@ -130,7 +131,11 @@ class Engine:
         try:
             yield from self._answer(run)
         except Exception as error:
-            raise self.give_up(run, error) from error
+            reason, spoiled = self.explain(error, request)
+            if spoiled:
+                run.close(keep=False)
+                self.drop_caches()
+            raise reason from error
         finally:
             run.close()
 
@@ -139,26 +144,24 @@ class Engine:
         if self._closed:
             raise EngineError(ErrorCode.INACTIVE, 'the engine is closed')
 
-    def give_up(self, run: Running, error: Exception) -> EngineError:
+    def explain(
+        self, error: Exception, request: Request | None = None,
+    ) -> tuple[EngineError, bool]:
         """
-        Take a request that failed out of the engine; others that run are not touched.
+        Return an error under its code, and whether it leaves rows that cannot be trusted.
 
-        :return: the error under its code.
+        :param request: that ended with it.
         """
-        if isinstance(error, EngineError) and error.code != ErrorCode.NUMERICAL:
-            run.close()
-            return error
-        run.close(keep=False)
-        self.drop_caches()
         if isinstance(error, EngineError):
-            return error
+            return error, error.code == ErrorCode.NUMERICAL
         if is_out_of_memory(error):
+            visuals = len(request.visuals) if request is not None else 0
             return EngineError(
                 ErrorCode.OUT_OF_MEMORY,
-                f'out of memory with {len(run.request.visuals)} visuals: {one_line(error)}')
+                f'out of memory with {visuals} visuals: {one_line(error)}'), True
         return EngineError(
             ErrorCode.UNKNOWN,
-            f'the answer failed: {type(error).__name__}: {one_line(error)}')
+            f'the answer failed: {type(error).__name__}: {one_line(error)}'), True
 
     def warm_up(self, sizes: Sequence[tuple[int, int]] = ((640, 480),)) -> None:
         """

@@ -101,13 +101,13 @@ class CachePool:
         self._make = lambda: KVCache(config, capacity, device, dtype)
         self._caches: list[KVCache] = []
         self._in_use: list[KVCache] = []
-        self._slots = slots
+        self.slots = slots
         self._clock = 0
 
     @property
     def available(self) -> bool:
         """Say whether :meth:`acquire` has a cache to give."""
-        return len(self._in_use) < self._slots
+        return len(self._in_use) < self.slots
 
     def acquire(self, tokens: np.ndarray) -> tuple[KVCache, int]:
         """
@@ -125,7 +125,7 @@ class CachePool:
         shared = [cache.match(tokens) for cache in idle]
         best = int(np.argmax(shared)) if shared else -1
         fits = best >= 0 and 2 * shared[best] >= idle[best].length
-        if not fits and len(self._caches) < self._slots:
+        if not fits and len(self._caches) < self.slots:
             self._caches.append(self._make())
             cache, reuse = self._caches[-1], 0
         elif fits:
@@ -135,7 +135,7 @@ class CachePool:
             reuse = cache.match(tokens)
         else:
             raise EngineError(
-                ErrorCode.OUT_OF_MEMORY, f'all {self._slots} caches are in use')
+                ErrorCode.OUT_OF_MEMORY, f'all {self.slots} caches are in use')
         cache.length = min(reuse, tokens.size - 1)
         for other in self._caches:
             if other is not cache:

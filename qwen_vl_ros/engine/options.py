@@ -55,6 +55,10 @@ class Options:
     :param prefill_chunk: tokens between two looks at cancel and deadline.
     :param repetition_window: see :func:`qwen_vl_ros.engine.generate.repeats`; 0 is off.
     :param cache_slots: sequences kept for prefix reuse.
+    :param max_sequences: requests that run beside each other (see schedule.py); each needs a cache
+        of ``max_context`` tokens, which afterwards serves prefix reuse.
+    :param cache_bytes: most memory of all caches; 0 is no limit. Fewer requests then run beside
+        each other.
     :param selector: chooses units where a request's keep_ratio is under 1.
     """
 
@@ -64,7 +68,27 @@ class Options:
     prefill_chunk: int = 512
     repetition_window: int = 48
     cache_slots: int = 2
+    max_sequences: int = 1
+    cache_bytes: int = 0
     selector: Selector = uniform_keep
+
+
+def cache_count(options: Options, one: int) -> int:
+    """
+    Return how many caches there may be.
+
+    :param one: bytes of a cache.
+    :raises EngineError: BAD_REQUEST when the memory allowed does not hold one.
+    """
+    wanted = max(options.cache_slots, options.max_sequences)
+    if not options.cache_bytes:
+        return wanted
+    if options.cache_bytes < one:
+        raise EngineError(
+            ErrorCode.BAD_REQUEST,
+            f'cache_bytes {options.cache_bytes} does not hold one cache of {one} bytes '
+            f'({options.max_context} tokens); lower max_context or allow more')
+    return min(wanted, options.cache_bytes // one)
 
 
 def check_options(options: Options, factor: int, max_positions: int) -> None:
@@ -79,10 +103,12 @@ def check_options(options: Options, factor: int, max_positions: int) -> None:
         raise EngineError(
             ErrorCode.BAD_REQUEST,
             f'max_context {options.max_context} lies outside 16 to {max_positions}')
-    if options.prefill_chunk < 1 or options.cache_slots < 1 or options.repetition_window < 0:
+    if (min(options.prefill_chunk, options.cache_slots, options.max_sequences) < 1
+            or min(options.repetition_window, options.cache_bytes) < 0):
         raise EngineError(
             ErrorCode.BAD_REQUEST,
-            'prefill_chunk and cache_slots must be at least 1, repetition_window at least 0')
+            'prefill_chunk, cache_slots and max_sequences must be at least 1, repetition_window '
+            'and cache_bytes at least 0')
     h, w = smart_resize(3000, 4000, options.min_pixels, options.max_pixels, factor)
     if h * w > options.max_pixels:
         raise EngineError(

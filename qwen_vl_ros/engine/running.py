@@ -16,6 +16,7 @@ from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.generate import Acceptor, Choice, Generated, Sampling, choose
 from qwen_vl_ros.engine.kv_cache import CachePool, KVCache
 from qwen_vl_ros.engine.model import Model, Placed
+from qwen_vl_ros.engine.offload import Prepared
 from qwen_vl_ros.engine.options import ModelInfo, Options
 from qwen_vl_ros.engine.parts import Part, banded, parts_of
 from qwen_vl_ros.engine.prompt import Prompt, PromptBuilder, Turn, VisualToken
@@ -149,14 +150,15 @@ class Running:
 
     # On the device's thread
 
-    def open(self) -> None:
+    def open(self, clock: DeviceClock | None = None) -> None:
         """
         Take a cache and find out which visuals have to be encoded.
 
+        :param clock: times the stages; made here where ``None``.
         :raises EngineError: OUT_OF_MEMORY when all caches are in use.
         """
         shared = self._shared
-        self.clock = DeviceClock(self.timeline, shared.model.device)
+        self.clock = clock or DeviceClock(self.timeline, shared.model.device)
         self.cache, self.reused = shared.pool.acquire(self.prompt.names)
         for span, visual in zip(self.prompt.spans, self.shown):
             if span[1] <= max(span[0], self.reused):
@@ -172,11 +174,11 @@ class Running:
         """Return the first visual with parts left to encode."""
         return next((look for look in self.looks if look.parts), None)
 
-    def patches(self, look: Look) -> Tensor:
+    def patches(self, look: Look) -> Prepared:
         """Return the patches of a visual; may run on another thread."""
         return self._shared.model.patches(look.visual, self.timeline)
 
-    def encode(self, look: Look, patches: Tensor) -> None:
+    def encode(self, look: Look, patches: Prepared) -> None:
         """Encode the next part of a visual; the device may still be at it on return."""
         part = look.parts.pop(0)
         features, finite = self._shared.model.encode_part(

@@ -1,0 +1,267 @@
+"""Units of work on the device, for requests beside each other; the order is Scheduler's idea."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from torch import Tensor
+
+from qwen_vl_ros.engine.device import is_out_of_memory
+from qwen_vl_ros.engine.engine import Engine
+from qwen_vl_ros.engine.errors import EngineError
+from qwen_vl_ros.engine.generate import Choice
+from qwen_vl_ros.engine.lanes import Lane, Mark
+from qwen_vl_ros.engine.offload import Prepared
+from qwen_vl_ros.engine.running import Look, Running
+from qwen_vl_ros.engine.stages import DeviceClock
+from qwen_vl_ros.engine.task import Priority, Task, Track
+from qwen_vl_ros.engine.types import Event, Stage
+from qwen_vl_ros.measure.timeline import Timeline
+
+LOG = logging.getLogger(__name__)
+
+#: Timelines that the bubble is computed from.
+KEPT = 64
+
+
+class Rounds:
+    """
+    Requests under way, most urgent first, and what is done for them.
+
+    :param engine: nobody else uses it meanwhile.
+    :param prepare: runs a function on the host's threads.
+    """
+
+    def __init__(self, engine: Engine, prepare: Callable[..., Future]) -> None:
+        self.engine = engine
+        self.active: list[Task] = []
+        self.finished: deque[Timeline] = deque(maxlen=KEPT)
+        device = engine.model.device
+        self._prepare = prepare
+        self._decode_lane = Lane(device, 'decode', 3)
+        self._clock_lane = Lane(device, 'clock', 3)
+        self._tracks = {
+            True: Track(Lane(device, 'vision', 1), Lane(device, 'prefill', 2)),
+            False: Track(Lane(device, 'vision continuous', 0),
+                         Lane(device, 'prefill continuous', 0))}
+        self._draining: list[Task] = []
+        self._acquired = Mark()
+
+    def add(self, task: Task) -> None:
+        """Take a request in whose planning has begun."""
+        self.active.append(task)
+        self.active.sort(key=lambda t: t.rank)
+
+    @property
+    def device_busy(self) -> bool:
+        """Say whether the device is at work that was put onto it before."""
+        return bool(self._draining) or any(track.busy for track in self._tracks.values())
+
+    def advance(self) -> bool:
+        """Run the next unit of work of the most urgent request that has one."""
+        for task in list(self.active):
+            if task.decoding or task.planning is None or not task.planning.done():
+                continue
+            try:
+                if task.run is None:
+                    task.run = task.planning.result()
+                if self._unit(task, task.run):
+                    return True
+            except Exception as error:
+                self.fail(task, error)
+                return True
+        return False
+
+    def _unit(self, task: Task, run: Running) -> bool:
+        """Do a unit of a request's work before its decoding; ``False`` when it has to wait."""
+        state = run.generated
+        state.reason = run.stop()
+        if state.reason:
+            self._finish(task, run)
+            return True
+        track = self._tracks[task.priority < Priority.CONTINUOUS]
+        if not task.opened:
+            return self._open_caches(task, run, track)
+        if self._encode(task, run, track) or self._prefill(task, run, track):
+            return True
+        if run.prefilled < run.prompt.ids.size or not task.quiet:
+            return False
+        with track.prefill.active():
+            choice = run.first_choice()
+        self.tell(task, Stage('decode'))
+        self._accept(task, run, choice)
+        if not task.ended:
+            self._decode_lane.wait(track.prefill.mark())
+            with self._decode_lane.active():
+                run.admit(choice.token)
+            task.decoding = True
+        return True
+
+    def _open_caches(self, task: Task, run: Running, track: Track) -> bool:
+        if not self.engine.pool.available:
+            return False
+        with self._clock_lane.active():
+            clock = DeviceClock(task.timeline, self.engine.model.device)
+        # Rows are copied from caches whose owners work on other lanes.
+        track.prefill.wait(self._acquired)
+        with track.prefill.active():
+            run.open(clock)
+        self._acquired = track.prefill.mark()
+        task.marks.append(self._acquired)
+        task.opened = True
+        if run.looks:
+            self.tell(task, Stage('vision'))
+        return True
+
+    def _encode(self, task: Task, run: Running, track: Track) -> bool:
+        """Encode the next part, at most one ahead of prefill."""
+        look = run.to_encode
+        if look is None or not track.room(track.vision):
+            return False
+        patches = self._patches(task, look)
+        if patches is None or (task.horizon() > run.prefilled and len(task.encoded) > 1):
+            return False
+        with track.vision.active():
+            run.encode(look, patches)
+        task.encoded.append((run.ready if run.to_encode is None else look.ready,
+                             track.took(track.vision, task)))
+        if not look.parts:
+            task.patches.pop(look.visual.key, None)
+        return True
+
+    def _patches(self, task: Task, look: Look) -> Prepared | None:
+        """Return a visual's patches; ``None`` while they, and the next one's, are being made."""
+        assert task.run is not None
+        ahead = [other for other in task.run.looks if other.parts][:2]
+        for other in ahead:
+            if other.visual.key not in task.patches:
+                task.patches[other.visual.key] = self._prepare(task.run.patches, other)
+        future = task.patches[look.visual.key]
+        return future.result() if future.done() else None
+
+    def _prefill(self, task: Task, run: Running, track: Track) -> bool:
+        """Prefill what is ready, a chunk of it."""
+        most = min(task.horizon() - run.prefilled, self.engine.options.prefill_chunk)
+        if most <= 0 or not track.room(track.prefill):
+            return False
+        if not task.told_prefill:
+            task.told_prefill = True
+            self.tell(task, Stage('prefill'))
+        begin = 0
+        for reached, mark in task.encoded:
+            if begin < run.prefilled + most:
+                track.prefill.wait(mark)
+            begin = reached
+        with track.prefill.active():
+            run.prefill(most)
+        track.took(track.prefill, task)
+        return True
+
+    def decode(self) -> bool:
+        """Run one token of every sequence that has come so far."""
+        rows: dict[int, tuple[Task, Running]] = {}
+        allowed: dict[int, Tensor] = {}
+        for task in [task for task in self.active if task.decoding]:
+            run = task.run
+            assert run is not None and run.slot is not None
+            try:
+                run.generated.reason = run.stop()
+                if run.generated.reason:
+                    self._finish(task, run)
+                    continue
+                mask = run.allowed(task.last)
+                if mask is not None:
+                    allowed[run.slot] = mask
+                rows[run.slot] = task, run
+            except Exception as error:
+                self.fail(task, error)
+        if not rows:
+            return False
+        for slot, choice in self._step(rows, allowed).items():
+            task, run = rows[slot]
+            try:
+                self._accept(task, run, choice)
+            except Exception as error:
+                self.fail(task, error)
+        return True
+
+    def _step(self, rows: dict[int, tuple[Task, Running]],
+              allowed: dict[int, Tensor]) -> dict[int, Choice]:
+        """Step all; where there is no memory for it, once more without what is only kept."""
+        clocks = [(run.clock, run.prefilled) for _, run in rows.values()]
+        for again in (True, False):
+            try:
+                with self._decode_lane.active():
+                    return self.engine.model.step(clocks, allowed)
+            except Exception as error:
+                if again and is_out_of_memory(error):
+                    self.engine.drop_caches()
+                    continue
+                for task, _ in rows.values():
+                    self.fail(task, error)
+                return {}
+        return {}
+
+    def _accept(self, task: Task, run: Running, choice: Choice) -> None:
+        task.last = choice.token
+        delta = run.accept(choice)
+        if delta is not None:
+            self.tell(task, delta)
+        if run.generated.reason:
+            self._finish(task, run)
+
+    def _finish(self, task: Task, run: Running) -> None:
+        """End a request with what it has come to."""
+        delta = run.end()
+        if delta is not None:
+            self.tell(task, delta)
+        done = run.answer()
+        self._leave(task)
+        self.finished.append(task.timeline)
+        self.tell(task, done)
+
+    def fail(self, task: Task, error: Exception) -> None:
+        """End a request with an error; others that run are not touched."""
+        if task.ended:
+            return
+        shown = task.run.request if task.run is not None else None
+        reason, task.spoiled = self.engine.explain(error, shown)
+        self._leave(task)
+        if task.spoiled:
+            self.engine.drop_caches()
+        self.tell(task, reason)
+
+    def _leave(self, task: Task) -> None:
+        """Take a request out; what it holds is given back when the device is done with it."""
+        task.ended, task.decoding = True, False
+        self.active.remove(task)
+        if task.run is not None and task.run.slot is not None:
+            with self._decode_lane.active():
+                task.run.release()
+            task.marks.append(self._decode_lane.mark())
+        self._draining.append(task)
+        self.drain()
+
+    def drain(self) -> bool:
+        """Give back what requests held that have ended, once the device is done with it."""
+        quiet = [task for task in self._draining if task.quiet]
+        for task in quiet:
+            self._draining.remove(task)
+            if task.run is not None:
+                task.run.close(keep=not task.spoiled)
+        return bool(quiet)
+
+    def end_all(self, error: EngineError) -> None:
+        """End every request with an error."""
+        for task in list(self.active):
+            self.fail(task, error)
+
+    def tell(self, task: Task, event: Event | EngineError) -> None:
+        """Tell a listener; nothing of its comes back."""
+        try:
+            task.listener(event)
+        except Exception:
+            LOG.exception('a listener failed')

@@ -1,0 +1,281 @@
+"""
+Several requests beside each other on one engine: stages that overlap, shared decode steps.
+
+One thread owns the device. Over and over it puts the next unit of work of the most urgent request
+onto the device (a picture or slice to encode, a chunk to prefill) and then runs one decode step of
+all sequences that have come so far. On a GPU the first returns at once and runs on streams of less
+urgency beside the step; on a CPU they take turns. A second thread looks for pictures and makes
+patches. Greedy answers are those of :meth:`Engine.answer`: what is handed over is whole pictures
+and slices, which never attend to each other in the encoder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from qwen_vl_ros.engine.decoder import SLOTS
+from qwen_vl_ros.engine.engine import Engine
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode, one_line
+from qwen_vl_ros.engine.rounds import Rounds
+from qwen_vl_ros.engine.running import Running
+from qwen_vl_ros.engine.task import Listener, Priority, Task
+from qwen_vl_ros.engine.types import Done, Event, Request
+from qwen_vl_ros.measure.timeline import Timeline
+
+LOG = logging.getLogger(__name__)
+
+#: Seconds between two looks at the device while there is nothing else to do.
+GLANCE_S = 0.0002
+
+#: Longest time that a cancel goes unnoticed while nothing else happens, seconds.
+NOTICE_S = 0.005
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """
+    How requests share an engine.
+
+    :param max_sequences: requests under way at a time, 1 to :data:`SLOTS`; one place is kept free
+        of continuous ones.
+    :param overlap: off: one request after the other, as by :meth:`Engine.answer`.
+    :param micro_batch: pictures or slices of a clip that are encoded and handed over together.
+        Below 1, the share of one: an experiment; approximate, and the answer says so.
+    :param waiting: requests that may wait; as many continuous ones beside them.
+    """
+
+    max_sequences: int = 4
+    overlap: bool = True
+    micro_batch: float = 1.0
+    waiting: int = 8
+
+    def __post_init__(self) -> None:
+        """:raises EngineError: BAD_REQUEST that names the option."""
+        if not 1 <= self.max_sequences <= SLOTS:
+            raise EngineError(ErrorCode.BAD_REQUEST,
+                              f'max_sequences {self.max_sequences} lies outside 1 to {SLOTS}')
+        if not self.micro_batch > 0:
+            raise EngineError(ErrorCode.BAD_REQUEST,
+                              f'micro_batch is {self.micro_batch}; expected more than 0')
+
+    @property
+    def places(self) -> int:
+        """Return how many requests may be under way."""
+        return self.max_sequences if self.overlap else 1
+
+
+class Scheduler:
+    """
+    Runs requests on an engine that nobody else uses meanwhile.
+
+    :param engine: loaded; its caches bound what can run.
+    """
+
+    def __init__(self, engine: Engine, options: ScheduleOptions = ScheduleOptions()) -> None:
+        self.engine = engine
+        self.options = options
+        self._numbers = itertools.count()
+        self._waiting: list[Task] = []
+        self._rounds = Rounds(engine, self._prepare)
+        self._changed = threading.Condition()
+        self._open = True
+        self._error = EngineError(ErrorCode.INACTIVE, 'the scheduler was stopped')
+        self._thread: threading.Thread | None = None
+        self._host = ThreadPoolExecutor(2, 'prepare')
+
+    # Any thread
+
+    def start(self) -> None:
+        """Run on a thread of its own until :meth:`stop`."""
+        self._open = True
+        self._thread = threading.Thread(target=self._work, name='engine', daemon=True)
+        self._thread.start()
+
+    def stop(self, error: EngineError | None = None, timeout_s: float = 2.0) -> bool:
+        """
+        End every request and the thread.
+
+        :param error: what requests are told.
+        :return: whether the thread has ended within ``timeout_s``.
+        """
+        error = error or EngineError(ErrorCode.INACTIVE, 'the scheduler was stopped')
+        with self._changed:
+            self._open = False
+            waiting, self._waiting = self._waiting, []
+            thread, self._thread = self._thread, None
+            self._error = error
+            self._changed.notify_all()
+        for task in waiting:
+            self._rounds.tell(task, error)
+        if thread is None:
+            self._rounds.end_all(error)
+            return True
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    def submit(
+        self, request: Request | Callable[[], Request], listener: Listener, *,
+        priority: Priority = Priority.INTERACTIVE, timeline: Timeline | None = None,
+        cancelled: Callable[[], bool] = lambda: False, session: str = '',
+    ) -> Task:
+        """
+        Let a request wait for its turn; returns at once.
+
+        :param request: or what makes it when its turn has come, on another thread.
+        :param listener: told its events on the scheduler's thread, at last :class:`Done` or an
+            :class:`EngineError`. A request that is stopped before its turn ends with the error
+            CANCELLED, one that is stopped later with :class:`Done`, as by :meth:`Engine.answer`.
+        :param session: see :attr:`Request.session_id`, for a request that is still to be made.
+        :raises EngineError: INACTIVE or QUEUE_FULL.
+        """
+        self.engine.check_open()
+        if isinstance(request, Request):
+            made = request
+            session = request.session_id
+            request = lambda: made  # noqa: E731
+        with self._changed:
+            if not self._open:
+                raise EngineError(ErrorCode.INACTIVE, 'the scheduler was stopped')
+            standing = priority == Priority.CONTINUOUS
+            wait = sum((t.priority == Priority.CONTINUOUS) == standing for t in self._waiting)
+            if wait >= self.options.waiting:
+                raise EngineError(
+                    ErrorCode.QUEUE_FULL, f'{wait} requests wait already; ask again later')
+            task = Task(request, listener, (priority, next(self._numbers)),
+                        timeline or Timeline(), cancelled, session)
+            self._waiting.append(task)
+            self._waiting.sort(key=lambda t: t.rank)
+            self._changed.notify_all()
+        return task
+
+    def answer(
+        self, request: Request, timeline: Timeline | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+        priority: Priority = Priority.INTERACTIVE,
+    ) -> Iterator[Event]:
+        """
+        Answer one request, as :meth:`Engine.answer` does; several threads may do so at a time.
+
+        :raises EngineError: as the request ended.
+        """
+        events: queue.SimpleQueue[Event | EngineError] = queue.SimpleQueue()
+        left = threading.Event()
+        self.submit(request, events.put, priority=priority, timeline=timeline,
+                    cancelled=lambda: left.is_set() or cancelled())
+        try:
+            while True:
+                event = events.get()
+                if isinstance(event, EngineError):
+                    raise event
+                yield event
+                if isinstance(event, Done):
+                    return
+        finally:
+            left.set()
+
+    def room(self, priority: Priority) -> bool:
+        """Say whether a request of a priority would be taken up at once."""
+        with self._changed:
+            return not self._waiting and self._has_place(priority)
+
+    @property
+    def under_way(self) -> int:
+        """Return how many requests have been taken up and not ended."""
+        return len(self._rounds.active)
+
+    @property
+    def finished(self) -> list[Timeline]:
+        """Return the timelines of the newest answers."""
+        return list(self._rounds.finished)
+
+    # The thread that owns the device
+
+    def _work(self) -> None:
+        while self._open and self._thread is threading.current_thread():
+            try:
+                worked = self.run_once()
+            except Exception as error:
+                LOG.exception('the scheduler failed')
+                self._rounds.end_all(EngineError(
+                    ErrorCode.UNKNOWN, f'{type(error).__name__}: {one_line(error)}'))
+                continue
+            if not worked:
+                with self._changed:
+                    if self._open and not self._startable():
+                        self._changed.wait(self._patience())
+        self._rounds.end_all(self._error)
+
+    def _patience(self) -> float:
+        """Return how long to wait for news, seconds."""
+        if self._rounds.device_busy:
+            return GLANCE_S
+        return NOTICE_S if self._rounds.active or self._waiting else 0.5
+
+    def run_once(self) -> bool:
+        """
+        Do one round: take requests up, one unit of work, one decode step.
+
+        :return: whether there was anything to do.
+        """
+        self._take_up()
+        worked = self._rounds.advance()
+        worked |= self._rounds.decode()
+        return self._rounds.drain() or worked
+
+    def _has_place(self, priority: Priority) -> bool:
+        places = min(self.options.places, self.engine.pool.slots)
+        active = len(self._rounds.active)
+        if priority == Priority.CONTINUOUS and places > 1:
+            return active < places - 1
+        return active < places
+
+    def _startable(self) -> Task | None:
+        """Return the most urgent waiting request that can begin."""
+        busy = {task.session for task in self._rounds.active if task.session}
+        for task in self._waiting:
+            if task.session not in busy and self._has_place(task.priority):
+                return task
+        return None
+
+    def _take_up(self) -> None:
+        while True:
+            with self._changed:
+                gone = [task for task in self._waiting if task.cancelled()]
+                for task in gone:
+                    self._waiting.remove(task)
+                chosen = self._startable()
+                if chosen is not None:
+                    self._waiting.remove(chosen)
+                    self._rounds.add(chosen)
+            for task in gone:
+                self._rounds.tell(
+                    task, EngineError(ErrorCode.CANCELLED, 'cancelled before its turn'))
+            if chosen is None:
+                return
+            chosen.planning = self._prepare(self._plan, chosen)
+
+    def _prepare(self, work: Callable[..., object], *args: object) -> Future:
+        future = self._host.submit(work, *args)
+        future.add_done_callback(lambda _: self._notify())
+        return future
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _plan(self, task: Task) -> Running:
+        """Lay a request out and begin its patches, on the host's thread."""
+        run = Running(self.engine, task.make(), task.timeline, task.cancelled,
+                      self.options.micro_batch)
+        run.plan()
+        for visual in run.visuals[:1]:
+            if visual.key not in self.engine.features:
+                task.patches[visual.key] = self._prepare(
+                    self.engine.model.patches, visual, task.timeline)
+        return run
