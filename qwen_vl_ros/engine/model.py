@@ -15,8 +15,8 @@ from qwen_vl_ros.engine.decoder import Decoder, TorchDecoder
 from qwen_vl_ros.engine.generate import Choice
 from qwen_vl_ros.engine.kv_cache import KVCache
 from qwen_vl_ros.engine.language import LanguageModel
+from qwen_vl_ros.engine.offload import Offload, Prepared
 from qwen_vl_ros.engine.parts import Part, whole
-from qwen_vl_ros.engine.patches import extract_patches
 from qwen_vl_ros.engine.prompt import Prompt, VisualToken
 from qwen_vl_ros.engine.stages import DeviceClock
 from qwen_vl_ros.engine.vision import VisionEncoder
@@ -31,11 +31,15 @@ class Model:
     Encoder and decoder of one checkpoint.
 
     :param checkpoint: its tensors are taken over.
+    :param preprocess: where pictures are made into patches: cpu, gpu or auto (see Offload).
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, preprocess: str = 'auto') -> None:
         self.config = checkpoint.config
-        self.vision = VisionEncoder(checkpoint.config.vision, checkpoint.tensors)
+        self.vision = vision = VisionEncoder(checkpoint.config.vision, checkpoint.tensors)
+        self.offload = Offload(
+            (vision.still_weight, vision.still_bias), (vision.pair_weight, vision.pair_bias),
+            checkpoint.config.vision.patch, preprocess)
         self.language = LanguageModel(
             checkpoint.config.language, checkpoint.tensors, checkpoint.config.quant)
         #: Takes sequences from their first token on.
@@ -43,50 +47,44 @@ class Model:
         self.device, self.dtype = self.language.device, self.language.dtype
         self.element_size = self.language.embedding.element_size()
 
-    @torch.inference_mode()
-    def patches(self, visual: VisualToken, timeline: Timeline) -> Tensor:
-        """
-        Cut a visual into patches, on whatever thread.
-
-        :return: uint8 [t*h*w, 588 or 1176]; in pinned memory where a GPU is to read it.
-        """
-        frame_bytes = sum(f.step * f.height for f in visual.frames)
-        with timeline.stage('patches', bytes_read=frame_bytes) as span:
-            patches = extract_patches(visual.frames, visual.grid, self.config.vision.patch)
-            span.bytes_written = patches.nbytes
-            host = torch.from_numpy(patches)
-            return host.pin_memory() if self.device.type == 'cuda' else host
+    def patches(self, visual: VisualToken, timeline: Timeline) -> Prepared:
+        """Do the CPU's part of a visual's preprocessing, on whatever thread; see Offload."""
+        with timeline.stage('patches') as span:
+            prepared = self.offload.prepare(visual.frames, visual.grid)
+            span.bytes_read, span.bytes_written = prepared.bytes_read, prepared.bytes_written
+        return prepared
 
     @torch.inference_mode()
     def encode_part(
-        self, visual: VisualToken, patches: Tensor, part: Part, clock: DeviceClock,
+        self, visual: VisualToken, prepared: Prepared, part: Part, clock: DeviceClock,
     ) -> tuple[Tensor, Tensor]:
         """
         Upload and encode a part of a visual.
 
-        :param patches: of the whole visual.
+        :param prepared: of the whole visual, by :meth:`patches`.
         :return: merged tokens [part's, width], and one bool on the device: all of them are finite.
             It is read where the first token is waited for anyway.
         """
         area = visual.grid[1] * visual.grid[2]
-        rows = patches[part.first_slice * area:part.end_slice * area]
-        on_device = rows
-        if not rows.is_cuda:
-            with clock.stage('upload', bytes_read=rows.nbytes, bytes_written=rows.nbytes):
-                on_device = rows.to(self.device, non_blocking=True)
+        slices = (part.first_slice, part.end_slice)
+        sent = self.offload.upload_bytes(prepared, *slices)
+        with clock.stage('upload', bytes_read=sent, bytes_written=sent):
+            self.offload.upload(prepared, *slices)
         cost = costs.encode_cost(
-            self.config.vision, rows.shape[1], [4 * n for n in part.kept_per_slice(area // 4)],
-            self.vision.weight_bytes, self.element_size)
+            self.config.vision, prepared.features,
+            [4 * n for n in part.kept_per_slice(area // 4)], self.vision.weight_bytes,
+            self.element_size)
         with clock.stage('encode', **cost):
+            x = self.offload.embed(prepared, part.units, *slices)
             units = None if part.units is None else torch.from_numpy(part.units)
             grid = (part.end_slice - part.first_slice, *visual.grid[1:])
-            features = self.vision.encode(on_device, grid, units)
+            features = self.vision.encode(x, grid, units)
             return features, torch.isfinite(features).all()
 
     def encode(
         self, visual: VisualToken, timeline: Timeline, clock: DeviceClock,
     ) -> tuple[Tensor, Tensor]:
-        """Cut a whole visual into patches, upload and encode it; see :meth:`encode_part`."""
+        """Preprocess, upload and encode a whole visual; see :meth:`encode_part`."""
         return self.encode_part(visual, self.patches(visual, timeline), whole(visual), clock)
 
     @torch.inference_mode()

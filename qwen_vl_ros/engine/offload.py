@@ -211,22 +211,28 @@ class Offload:
         features = 3 * self.patch ** 2 * min(2, len(pictures))
         return Prepared(pictures, grid, features, read, written)
 
-    def upload(self, prepared: Prepared, first: int = 0, end: int | None = None) -> int:
+    def upload(self, prepared: Prepared, first: int = 0, end: int | None = None) -> None:
         """
         Bring what was prepared to the device, without waiting for it.
 
         :param first: temporal slice, and ``end``: one past the last; the others stay.
-        :return: bytes that were sent; 0 where the device reads them where they are.
         """
-        if self.device.type != 'cuda':
-            return 0
-        sent = 0
-        for picture in prepared.of_slices(first, end):
-            in_place = picture.way == 'gpu' and self.unified
-            if picture.memory is not None and not picture.memory.is_cuda and not in_place:
-                sent += picture.memory.nbytes
+        for picture in self._travelling(prepared, first, end):
+            if picture.memory is not None:
                 picture.memory = picture.memory.to(self.device, non_blocking=True)
-        return sent
+
+    def upload_bytes(self, prepared: Prepared, first: int = 0, end: int | None = None) -> int:
+        """Return the bytes that :meth:`upload` would send; 0 where they are read in place."""
+        return sum(picture.memory.nbytes for picture in self._travelling(prepared, first, end)
+                   if picture.memory is not None)
+
+    def _travelling(self, prepared: Prepared, first: int, end: int | None) -> list[Picture]:
+        """Return the pictures that a device cannot read where they are, each once."""
+        if self.device.type != 'cuda':
+            return []
+        found = {id(p): p for p in prepared.of_slices(first, end)}
+        return [p for p in found.values() if p.memory is not None and not p.memory.is_cuda
+                and not (p.way == 'gpu' and self.unified)]
 
     @torch.inference_mode()
     def embed(

@@ -82,7 +82,8 @@ class VisionEncoder:
         slices can be encoded apart.
 
         :param patches: uint8 [t*h*w, 588] (still, t = 1) or [t*h*w, 1176] (clip), in unit order:
-            patches 4u to 4u+3 make unit u. On the encoder's device.
+            patches 4u to 4u+3 make unit u. Or embedded already, the kept units alone:
+            [4 * kept, width] in the encoder's dtype. On the encoder's device.
         :param grid: (t, h, w) in patches.
         :param units: int64, indices of the units to keep in any order; ``None`` keeps all.
         :param probe: is shown the rotated queries and keys of every block; it changes nothing.
@@ -96,13 +97,14 @@ class VisionEncoder:
             segments = [h * w] * t
         else:
             units = units.to(self.device).sort().values
-            patches = patches.reshape(t * area, 4, -1)[units].flatten(0, 1)
+            if patches.dtype == torch.uint8:
+                patches = patches.reshape(t * area, 4, -1)[units].flatten(0, 1)
             spots = spots.reshape(area, 4, 2)[units % area].flatten(0, 1)
             counts = torch.bincount(units // area, minlength=t).tolist()
             segments = [4 * n for n in counts if n]
         if patches.shape[0] == 0:
             return torch.zeros(0, self.config.out_width, dtype=self.dtype, device=self.device)
-        x = self.embed(patches)
+        x = self.embed(patches) if patches.dtype == torch.uint8 else patches
         cos, sin = rotary_tables(spots, self.config.head_dim, self.config.theta)
         for index, block in enumerate(self.blocks):
             x = self.block(x, block, cos, sin, segments, probe and partial(probe, index, segments))
