@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from random import Random
 
 import numpy as np
 
@@ -13,8 +14,9 @@ from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.types import Done, Request, Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.roboscene.geometry import GRID_H, GRID_W, HEIGHT, UNITS, WIDTH
-from qwen_vl_ros.roboscene.items import Item, items
+from qwen_vl_ros.roboscene.items import Item, items, mix, move
 from qwen_vl_ros.roboscene.render import render
+from qwen_vl_ros.roboscene.scene import Scene, uniform
 from qwen_vl_ros.saliency.select import make_selector, top_units
 
 #: 'none' shows the right picture, 'blind' a plain grey one, 'shuffled' that of another item.
@@ -78,6 +80,34 @@ def frames_of(item: Item) -> tuple[Frame, ...]:
     if len(pictures) == 1:
         return (pictures[0],)
     return tuple(p for p in pictures for _ in range(2))
+
+
+def earlier(item: Item) -> Item:
+    """
+    Return an item as its camera saw it a moment earlier, for signals that use the last frame.
+
+    Half of the cameras turned since (the picture shifts by up to 42 pixels), in half of the rooms
+    a thing moved; sensor noise is new. Of a clip both slices show what its first one shows.
+    """
+    rng = Random(mix(61, item.seed))
+    past = item.scenes[0]
+    if len(item.scenes) == 1 and rng.random() < 0.5:
+        moved = move(rng, past)
+        past = past if moved is None else moved[0]
+    turn = uniform(rng, -42.0, 42.0) if len(item.scenes) == 1 and rng.random() < 0.5 else 0.0
+    return replace(item, scenes=tuple(_turned(rng, past, turn) for _ in item.scenes))
+
+
+def _turned(rng: Random, scene: Scene, turn: float) -> Scene:
+    """Shift a scene's picture sideways by so many pixels and draw its sensor noise anew."""
+    env = dict(scene.env, noise_seed=float(int(rng.random() * (1 << 23))))
+    things = []
+    for thing in scene.things:
+        u0, v0, u1, v1 = thing.box
+        u, v, size = thing.decal
+        things.append(replace(thing, box=(u0 + turn, v0, u1 + turn, v1),
+                              decal=(u + turn, v, size)))
+    return Scene(replace(scene.camera, cx=scene.camera.cx + turn), env, things)
 
 
 def chance(family: str, drawn: Iterable[Item]) -> float:

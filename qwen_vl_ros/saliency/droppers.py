@@ -12,63 +12,71 @@ import torch
 from torch import Tensor
 
 
-def divprune(merged: Tensor, count: int) -> np.ndarray:
+def divprune(merged: Tensor, count: int) -> np.ndarray | Tensor:
     """
     Keep tokens that are as unlike one another as possible (DivPrune, arXiv 2503.02175).
 
     Greedy max-min: the next token is the one whose nearest kept token is farthest by cosine.
 
-    :param merged: merged tokens [n, width].
+    :param merged: merged tokens [n, width], or a batch [B, n, width].
     :param count: tokens to keep, 1 to n.
-    :return: bool [n].
+    :return: bool [n] in numpy, or of a batch [B, n] on its device.
     """
-    distance = 1 - _cosine(merged, merged)
-    distance.fill_diagonal_(torch.inf)
+    tokens = merged if merged.dim() == 3 else merged[None]
+    distance = 1 - _cosine(tokens, tokens)
+    distance.diagonal(dim1=1, dim2=2).fill_(torch.inf)
     # The first token is the one farthest from its own nearest.
-    first = int(distance.min(1).values.argmax())
-    distance.fill_diagonal_(0)
-    keep = np.zeros(len(merged), bool)
-    keep[first] = True
-    nearest = distance[first].clone()
-    for _ in range(count - 1):
-        nearest[torch.from_numpy(keep)] = -1
-        index = int(nearest.argmax())
-        keep[index] = True
-        nearest = torch.minimum(nearest, distance[index])
-    return keep
+    index = distance.min(2).values.argmax(1)
+    distance.diagonal(dim1=1, dim2=2).fill_(0)
+    rows = torch.arange(len(tokens), device=merged.device)
+    keep = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=merged.device)
+    nearest = torch.full_like(distance[:, 0], torch.inf)
+    for number in range(count):
+        if number:
+            index = nearest.masked_fill(keep, -1).argmax(1)
+        keep[rows, index] = True
+        nearest = torch.minimum(nearest, distance[rows, index])
+    return keep if merged.dim() == 3 else keep[0].cpu().numpy()
 
 
-def dart(merged: Tensor, count: int, pivots: int = 8) -> np.ndarray:
+def dart(merged: Tensor, count: int, pivots: int = 8) -> np.ndarray | Tensor:
     """
     Drop duplicates of a few pivots (DART, arXiv 2502.11494).
 
     Pivots are the tokens of largest norm; of the others those are kept that resemble no pivot.
 
-    :param merged: tokens at the input of the layer where they are dropped [n, width].
+    :param merged: tokens at the input of the layer where they are dropped, [n, width] or a batch
+        [B, n, width].
     :param count: tokens to keep, 1 to n.
-    :return: bool [n].
+    :return: as :func:`divprune`.
     """
-    pivots = min(pivots, count)
-    chosen = merged.float().norm(dim=-1).topk(pivots).indices
-    alike = _cosine(merged, merged[chosen]).max(1).values
-    alike[chosen] = -torch.inf
-    keep = np.zeros(len(merged), bool)
-    keep[alike.topk(count, largest=False).indices.cpu().numpy()] = True
-    return keep
+    tokens = merged if merged.dim() == 3 else merged[None]
+    chosen = tokens.float().norm(dim=-1).topk(min(pivots, count)).indices
+    width = tokens.shape[-1]
+    alike = _cosine(tokens, tokens.gather(1, chosen[..., None].expand(-1, -1, width))).amax(2)
+    alike.scatter_(1, chosen, -torch.inf)
+    keep = _best(-alike, count)
+    return keep if merged.dim() == 3 else keep[0].cpu().numpy()
 
 
-def fastv(scores: Tensor, count: int) -> np.ndarray:
+def fastv(scores: Tensor, count: int) -> np.ndarray | Tensor:
     """
     Keep the tokens that the last prompt token attends to most (FastV, arXiv 2403.06764).
 
-    :param scores: attention from the last token to each visual token, mean of heads, [n]; computed
-        on the side for that one row (:func:`last_row_attention`).
+    :param scores: attention from the last token to each visual token, mean of heads, [n] or
+        [B, n]; computed on the side for that one row (:func:`last_row_attention`).
     :param count: tokens to keep.
-    :return: bool [n].
+    :return: as :func:`divprune`.
     """
-    keep = np.zeros(len(scores), bool)
-    keep[scores.topk(count).indices.cpu().numpy()] = True
-    return keep
+    if scores.dim() == 2:
+        return _best(scores, count)
+    return _best(scores[None], count)[0].cpu().numpy()
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """Return a mask of the ``count`` largest of each row; [B, n]."""
+    keep = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+    return keep.scatter_(1, scores.topk(count, dim=1).indices, True)
 
 
 def last_row_attention(q: Tensor, k: Tensor) -> Tensor:
@@ -86,4 +94,4 @@ def last_row_attention(q: Tensor, k: Tensor) -> Tensor:
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
     a, b = (x.float() / x.float().norm(dim=-1, keepdim=True).clamp(min=1e-12) for x in (a, b))
-    return a @ b.T
+    return a @ b.transpose(-1, -2)

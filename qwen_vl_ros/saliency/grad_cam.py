@@ -71,10 +71,10 @@ def score_units(
     """
     visuals, prompt, features = engine.look(request)
     depth = layers or engine.model.config.language.layers
-    maps = _maps(engine, prompt, features, depth, answer)
+    maps = token_maps(engine, prompt, features, depth, answer)
     if generic:
         plain = Request(GENERIC, request.visuals, request.system_prompt)
-        usual = _maps(engine, engine.look(plain)[1], features, depth, ())
+        usual = token_maps(engine, engine.look(plain)[1], features, depth, ())
         # A tenth of the mean keeps units that nobody looks at from dividing by nothing.
         maps = [m / (u + 0.1 * u.mean() + 1e-12) for m, u in zip(maps, usual)]
     out = []
@@ -88,8 +88,15 @@ def score_units(
     return out
 
 
-def _maps(engine: Engine, prompt: Prompt, features: Sequence[Placed], depth: int,
-          answer: Sequence[int]) -> list[np.ndarray]:
+def token_maps(engine: Engine, prompt: Prompt, features: Sequence[Placed], depth: int,
+               answer: Sequence[int]) -> list[np.ndarray]:
+    """
+    Return relu(sum of gradient x activation) of each visual's merged tokens, [kept] each.
+
+    :param features: merged tokens and their places in the prompt.
+    :param depth: decoder layers to pass.
+    :param answer: token ids of the answer; empty takes the margin of the first position.
+    """
     language = engine.model.language
     ids = np.concatenate([prompt.ids, np.asarray(answer[:-1], prompt.ids.dtype)])
     extra = np.arange(len(answer[:-1])) + prompt.next_position

@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 
 from qwen_vl_ros.frame import Frame
-from qwen_vl_ros.saliency.samples import per_unit, unit_samples
+from qwen_vl_ros.saliency.samples import SAMPLES, per_unit, unit_samples
 
 
 class MotionSignal:
@@ -49,9 +49,26 @@ class MotionSignal:
                 # A thing smaller than a unit changes few samples: the strongest ninth counts too.
                 value = np.maximum(per_unit(apart, rows, columns),
                                    0.5 * _strongest(apart, rows, columns))
-                maps.append(np.where(value < self.threshold, 0.0, value).astype(np.float32))
+                value = np.where(value < self.threshold, 0.0, value)
+                # What the camera has just turned to was never seen.
+                maps.append(np.nan_to_num(value, nan=255.0).astype(np.float32))
             reference = small
         return np.stack(maps)
+
+    def move(self, shift: tuple[float, float]) -> None:
+        """
+        Follow the camera: move what was seen by a shift in units (down, right).
+
+        What comes in at the border is unknown and differs from everything.
+        """
+        if self._seen is None:
+            return
+        height, width = self._seen.shape[:2]
+        matrix = np.array([[1, 0, shift[1] * SAMPLES], [0, 1, shift[0] * SAMPLES]], np.float32)
+        self._seen = cv2.warpAffine(
+            self._seen, matrix, (width, height), flags=cv2.INTER_LINEAR,
+            borderMode=cv2.BORDER_CONSTANT, borderValue=(np.nan,) * 4).reshape(
+                height, width, -1)
 
     def kept(self, frame: Frame, keep: np.ndarray, rows: int, columns: int) -> None:
         """

@@ -8,6 +8,10 @@ import numpy as np
 from qwen_vl_ros.frame import Frame
 
 
+#: Samples along a side of a unit that the signals look at, unless they say otherwise.
+SAMPLES = 7
+
+
 def planes(frame: Frame) -> list[np.ndarray]:
     """
     Return a frame's colour as uint8 planes without converting it: views where the buffer allows.
@@ -30,7 +34,7 @@ def planes(frame: Frame) -> list[np.ndarray]:
     return [frame.rgb()]
 
 
-def unit_samples(frame: Frame, rows: int, columns: int, samples: int = 7) -> np.ndarray:
+def unit_samples(frame: Frame, rows: int, columns: int, samples: int = SAMPLES) -> np.ndarray:
     """
     Shrink a frame to ``samples`` by ``samples`` values a unit, in colour.
 
