@@ -9,9 +9,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qwen_vl_ros.engine.config import LanguageConfig
+from qwen_vl_ros.engine.cuda_prefill import CudaPrefill
 from qwen_vl_ros.engine.kv_cache import KVCache
 from qwen_vl_ros.engine.layers import Linear, activate, inverse_frequencies, rms_norm, rotate
 from qwen_vl_ros.engine.quant_files import QuantFormat, take_linear
+
+#: Fewer rows than this are left to plain torch: they are steps of a decoder, not prompts.
+FUSED_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class DecoderLayer:
 class LanguageModel:
     """
     Qwen2 decoder with multimodal rotary positions (M-RoPE) and grouped-query attention.
+
+    On a GPU that has kernels for its shape, prefill runs fused (see cuda_prefill.py).
 
     :param config: its shape.
     :param tensors: canonical names to weights; entries are taken out.
@@ -58,6 +64,8 @@ class LanguageModel:
         self.frequencies = inverse_frequencies(config.head_dim, config.theta).to(self.device)
         axes = [axis for axis, count in enumerate(config.mrope_section) for _ in range(count)]
         self.axes = torch.tensor(axes, device=self.device)
+        #: Fused prefill; ``None`` is plain torch.
+        self.fused = CudaPrefill.make(self)
 
     @property
     def weight_bytes(self) -> int:
@@ -95,6 +103,12 @@ class LanguageModel:
         :param start: index of the first row.
         :return: hidden states [n, width] after the last layer, before the final norm.
         """
+        if self.fused is not None and x.shape[0] >= FUSED_ROWS and self.fused.fits(cache):
+            return self.fused.run(x, positions, cache, start)
+        return self.prefill_plain(x, positions, cache, start)
+
+    def prefill_plain(self, x: Tensor, positions: Tensor, cache: KVCache, start: int) -> Tensor:
+        """Run a chunk in plain torch; the fused form is held against this."""
         cos, sin = self.rotary(positions)
         mask = causal_mask(x.shape[0], start, x.device)
         for i, layer in enumerate(self.layers):

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qwen_vl_ros.engine.config import VisionConfig
+from qwen_vl_ros.engine.cuda_encoder import EPS, CudaEncoder
 from qwen_vl_ros.engine.layers import Linear, activate, inverse_frequencies, rotate
 from qwen_vl_ros.engine.patches import IMAGE_MEAN, IMAGE_STD
-
-EPS = 1e-6
 
 #: Called with (index of the block, segment lengths, q, k), q and k [heads, n, head_dim] rotated.
 Probe = Callable[[int, list[int], Tensor, Tensor], None]
@@ -35,6 +34,9 @@ class VisionBlock:
 class VisionEncoder:
     """
     Qwen2-VL's vision transformer.
+
+    On a GPU that has kernels for its shape, blocks and merger run fused (see cuda_encoder.py);
+    elsewhere, and where a probe looks on, in plain torch.
 
     :param config: its shape.
     :param tensors: canonical names (``visual.…``) to weights; entries are taken out, so that what
@@ -62,6 +64,8 @@ class VisionEncoder:
         self.merge_norm = pair('visual.merger.ln_q')
         self.merge_fc1 = Linear(*pair('visual.merger.mlp.0'))
         self.merge_fc2 = Linear(*pair('visual.merger.mlp.2'))
+        #: Fused form; ``None`` is plain torch.
+        self.fused = CudaEncoder.make(self)
 
     @property
     def weight_bytes(self) -> int:
@@ -90,21 +94,39 @@ class VisionEncoder:
         :return: [kept units, out_width] in raster order, the encoder's dtype.
         """
         t, h, w = grid
-        spots = patch_positions(h, w).to(self.device)
         area = h * w // 4
+        # Sorted where they are: on the host nothing has to wait for the device.
+        units = None if units is None else units.sort().values
+        if units is not None and patches.dtype == torch.uint8:
+            patches = patches.reshape(t * area, 4, -1)[units.to(self.device)].flatten(0, 1)
+        if patches.shape[0] == 0:
+            return torch.zeros(0, self.config.out_width, dtype=self.dtype, device=self.device)
+        x = self.embed(patches) if patches.dtype == torch.uint8 else patches
+        if self.fused is not None and probe is None and self.fused.fits(grid):
+            return self.fused.run(x, grid, units)
+        return self.encode_plain(x, grid, units, probe)
+
+    def encode_plain(
+        self, x: Tensor, grid: tuple[int, int, int], units: Tensor | None = None,
+        probe: Probe | None = None,
+    ) -> Tensor:
+        """
+        Run blocks and merger in plain torch; the fused form is held against this.
+
+        :param x: embeddings of the kept units [4 * kept, width], at least one.
+        :param units: ascending.
+        """
+        t, h, w = grid
+        area = h * w // 4
+        spots = patch_positions(h, w).to(self.device)
         if units is None:
             spots = spots.repeat(t, 1)
             segments = [h * w] * t
         else:
-            units = units.to(self.device).sort().values
-            if patches.dtype == torch.uint8:
-                patches = patches.reshape(t * area, 4, -1)[units].flatten(0, 1)
+            units = units.to(self.device)
             spots = spots.reshape(area, 4, 2)[units % area].flatten(0, 1)
             counts = torch.bincount(units // area, minlength=t).tolist()
             segments = [4 * n for n in counts if n]
-        if patches.shape[0] == 0:
-            return torch.zeros(0, self.config.out_width, dtype=self.dtype, device=self.device)
-        x = self.embed(patches) if patches.dtype == torch.uint8 else patches
         cos, sin = rotary_tables(spots, self.config.head_dim, self.config.theta)
         for index, block in enumerate(self.blocks):
             x = self.block(x, block, cos, sin, segments, probe and partial(probe, index, segments))

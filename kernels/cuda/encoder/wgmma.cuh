@@ -1,0 +1,86 @@
+// The instructions of sm_90a that attention_sm90.cu is made of.
+//
+// Operands in shared memory are laid out without swizzling, as columns of 16-byte chunks: element
+// (row, c) lies at c/8 * (rows * 16) + row * 16 bytes + c%8 * 2. Eight rows of a chunk are one
+// 128-byte core matrix, read and written without bank conflicts, and any number of channels that is
+// a multiple of 16 fits without padding. The same layout serves keys (rows are the product's
+// columns, K-major) and values (rows are what is summed over, MN-major).
+#ifndef QWEN_VL_CUDA_ENCODER_WGMMA_CUH_
+#define QWEN_VL_CUDA_ENCODER_WGMMA_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace qwen_vl {
+
+// Where a matrix starts and how its core matrices follow each other, in bytes.
+__device__ inline uint64_t matrix(uint32_t address, uint32_t leading, uint32_t stride) {
+  return static_cast<uint64_t>((address & 0x3ffff) >> 4) |
+         static_cast<uint64_t>(leading >> 4) << 16 | static_cast<uint64_t>(stride >> 4) << 32;
+}
+
+__device__ inline void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kLeft>
+__device__ inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+
+// Shared memory that this thread wrote (cp.async included) may be read by the tensor cores.
+__device__ inline void publish_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+#define QWEN_VL_R4(x, i) "+f"(x[i][0]), "+f"(x[i][1]), "+f"(x[i][2]), "+f"(x[i][3])
+
+#define QWEN_VL_SCORES(type)                                                                     \
+  asm volatile(                                                                                  \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                               \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "  \
+      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, " \
+      "0;\n}"                                                                                    \
+      : QWEN_VL_R4(c, 0), QWEN_VL_R4(c, 1), QWEN_VL_R4(c, 2), QWEN_VL_R4(c, 3),                  \
+        QWEN_VL_R4(c, 4), QWEN_VL_R4(c, 5), QWEN_VL_R4(c, 6), QWEN_VL_R4(c, 7)                   \
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+
+// c[64x64] (+)= a[64x16] * b[64x16]^T, both in shared memory, K-major.
+__device__ inline void multiply_scores(float (&c)[8][4], uint64_t a, uint64_t b, bool add,
+                                       __nv_bfloat16) {
+  QWEN_VL_SCORES("bf16");
+}
+__device__ inline void multiply_scores(float (&c)[8][4], uint64_t a, uint64_t b, bool add, __half) {
+  QWEN_VL_SCORES("f16");
+}
+
+#define QWEN_VL_RESULT(type)                                                                     \
+  asm volatile(                                                                                  \
+      "wgmma.mma_async.sync.aligned.m64n80k16.f32." type "." type                                \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "  \
+      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, "    \
+      "%36, %37, %38, %39}, {%40, %41, %42, %43}, %44, 1, 1, 1, 1;"                              \
+      : QWEN_VL_R4(c, 0), QWEN_VL_R4(c, 1), QWEN_VL_R4(c, 2), QWEN_VL_R4(c, 3),                  \
+        QWEN_VL_R4(c, 4), QWEN_VL_R4(c, 5), QWEN_VL_R4(c, 6), QWEN_VL_R4(c, 7),                  \
+        QWEN_VL_R4(c, 8), QWEN_VL_R4(c, 9)                                                       \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+// c[64x80] += a[64x16] * b[16x80], a in registers, b in shared memory, MN-major.
+__device__ inline void multiply_result(float (&c)[10][4], const uint32_t (&a)[4], uint64_t b,
+                                       __nv_bfloat16) {
+  QWEN_VL_RESULT("bf16");
+}
+__device__ inline void multiply_result(float (&c)[10][4], const uint32_t (&a)[4], uint64_t b,
+                                       __half) {
+  QWEN_VL_RESULT("f16");
+}
+
+#undef QWEN_VL_RESULT
+#undef QWEN_VL_SCORES
+#undef QWEN_VL_R4
+
+}  // namespace qwen_vl
+#endif  // QWEN_VL_CUDA_ENCODER_WGMMA_CUH_

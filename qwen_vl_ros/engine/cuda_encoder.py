@@ -1,0 +1,301 @@
+"""
+The encoder's blocks and merger on CUDA: one graph a bucket of patches.
+
+A block is nine launches, or eight in INT8::
+
+    norm -> QKV (bias) -> rotation -> attention -> projection (bias, + x)
+    norm -> fc1 (bias) -> quick-GELU -> fc2 (bias, + x)
+
+Rows are filled up to a multiple of 64 with zeros, which belong to no segment of attention; what
+differs between two pictures of a bucket (embeddings, places, segments) lies in buffers that the
+graph reads. A new camera resolution costs one capture.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qwen_vl_ros.engine.graphs import Graphs
+from qwen_vl_ros.engine.layers import Linear, inverse_frequencies
+from qwen_vl_ros.engine.quant_linear import Int8Linear
+from qwen_vl_ros.kernels import encoder as native
+from qwen_vl_ros.kernels.encoder import EncoderKernels, tile_list
+from qwen_vl_ros.kernels.gemm import DTYPES, Products
+from qwen_vl_ros.kernels.loader import KernelError, optional
+
+if TYPE_CHECKING:
+    from qwen_vl_ros.engine.vision import VisionBlock, VisionEncoder
+
+LOG = logging.getLogger('qwen_vl_ros.engine')
+
+#: Rows and columns of patches that the table of rotations covers: pictures of 28,672 pixels.
+POSITIONS = 2048
+
+#: Layouts of whole pictures and clips that are kept on the device.
+LAYOUTS = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    Where the patches of a pass stand.
+
+    :param count: patches.
+    :param spots: int32 [count, 2], row and column.
+    :param tiles: int32 [tiles, 4], see :func:`~qwen_vl_ros.kernels.encoder.tile_list`.
+    """
+
+    count: int
+    spots: Tensor
+    tiles: Tensor
+
+
+class CudaEncoder:
+    """
+    Fused form of :class:`~qwen_vl_ros.engine.vision.VisionEncoder`; weights are the encoder's own.
+
+    :param encoder: bfloat16 or float16, on a GPU, of a shape that :meth:`fault` accepts.
+    :raises FileNotFoundError: without the library, see :meth:`make`.
+    :raises KernelError: without cuBLASLt.
+    """
+
+    def __init__(self, encoder: VisionEncoder) -> None:
+        cfg = encoder.config
+        self.encoder = encoder
+        self.kernels = EncoderKernels(encoder.device)
+        self.products = Products(encoder.device)
+        self.graphs = Graphs(encoder.device, 'encoder')
+        #: Which form of attention runs, one of :data:`~qwen_vl_ros.kernels.encoder.FORMS`.
+        self.form = 'wgmma' if cfg.head_dim == 80 and self.kernels.has('wgmma') else 'mma'
+        self._lock = threading.Lock()
+        self._last: torch.cuda.Event | None = None
+        self._layouts: OrderedDict[tuple[int, int, int], Layout] = OrderedDict()
+        angles = torch.arange(POSITIONS)[:, None].float() * inverse_frequencies(
+            cfg.head_dim // 2, cfg.theta)
+        self._turns = torch.stack((angles.cos(), angles.sin()), -1).contiguous().to(encoder.device)
+        self._rows = 0
+        self._tiles = 0
+
+    @classmethod
+    def make(cls, encoder: VisionEncoder) -> CudaEncoder | None:
+        """Return the fused form, or ``None`` with one line in the log that says why not."""
+        if encoder.device.type != 'cuda':
+            return None
+        fault = cls.fault(encoder)
+        if fault:
+            LOG.warning('the encoder runs in plain torch: %s', fault)
+            return None
+        if optional('qwen_vl_encoder', 'an encoder in plain torch') is None:
+            return None
+        try:
+            return cls(encoder)
+        except KernelError as error:
+            LOG.warning('the encoder runs in plain torch: %s', error)
+            return None
+
+    @staticmethod
+    def fault(encoder: VisionEncoder) -> str:
+        """Return what the kernels do not cover, '' when nothing."""
+        cfg = encoder.config
+        if encoder.dtype not in DTYPES:
+            return f'{encoder.dtype} has no kernels'
+        if cfg.head_dim not in native.HEAD_DIMS or cfg.heads % 4 or cfg.width % 8 or (
+                cfg.mlp_width % 8 or cfg.width > native.NORM_WIDTH or cfg.out_width % 8):
+            return (f'heads of {cfg.head_dim}, width {cfg.width} and {cfg.mlp_width} have no '
+                    'kernels')
+        if cfg.merge != 2:
+            return f'units of {cfg.merge} have no kernels'
+        if torch.cuda.get_device_capability(encoder.device) < (8, 0):
+            return 'the GPU is older than Ampere'
+        return ''
+
+    def fits(self, grid: tuple[int, int, int]) -> bool:
+        """Tell whether a grid's places are covered by the table of rotations."""
+        return max(grid[1:]) <= POSITIONS
+
+    def run(self, x: Tensor, grid: tuple[int, int, int], units: Tensor | None) -> Tensor:
+        """
+        Run blocks and merger.
+
+        :param x: embeddings of the kept units [4 * kept, width], in the order of ``units``.
+        :param grid: (t, h, w) in patches.
+        :param units: int64 [kept], ascending, on whatever device; ``None`` keeps all.
+        :return: [kept, out_width].
+        """
+        with self._lock:
+            stream = torch.cuda.current_stream(self.encoder.device)
+            if self._last is not None:
+                # Another stream may still be working in the same buffers.
+                stream.wait_event(self._last)
+            layout = self._layout(grid, units)
+            rows, tiles = bucket(layout.count), _bucket_tiles(layout.tiles.shape[0])
+            try:
+                self._reserve(rows, tiles)
+                self._fill(x, layout, rows, tiles)
+                self.graphs.run((rows, tiles), lambda: self._body(rows, tiles))
+            except Exception:
+                self.release()
+                raise
+            merged = self._merged[:layout.count // 4].clone()
+            self._last = torch.cuda.Event()
+            self._last.record(stream)
+            return merged
+
+    def release(self) -> None:
+        """Give buffers and graphs back; the next pass makes them again."""
+        self.graphs.clear()
+        self._rows = self._tiles = 0
+        for name in ('_x', '_y', '_wide', '_merged', '_spots', '_tile_list', '_codes', '_scales'):
+            self.__dict__.pop(name, None)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return the bytes of buffers, cuBLASLt's workspace aside."""
+        return sum(v.nbytes for v in self.__dict__.values() if isinstance(v, Tensor))
+
+    def _layout(self, grid: tuple[int, int, int], units: Tensor | None) -> Layout:
+        from qwen_vl_ros.engine.vision import patch_positions
+
+        whole = self._layouts.get(grid)
+        t, h, w = grid
+        if whole is None:
+            spots = patch_positions(h, w).int().repeat(t, 1)
+            whole = Layout(t * h * w, spots.to(self.encoder.device),
+                           self._upload(tile_list([h * w] * t)))
+            while len(self._layouts) >= LAYOUTS:
+                self._layouts.popitem(last=False)
+            self._layouts[grid] = whole
+        self._layouts.move_to_end(grid)
+        if units is None:
+            return whole
+        # Units that are on the host already are counted there, without waiting for the device.
+        chosen = units.cpu().numpy()
+        counts = np.bincount(chosen // (h * w // 4), minlength=t)
+        on_device = units if units.is_cuda else self._upload(chosen)
+        return Layout(
+            4 * chosen.size, whole.spots.view(-1, 8)[on_device].view(-1, 2),
+            self._upload(tile_list([4 * int(n) for n in counts if n])))
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        host = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
+        return host.to(self.encoder.device, non_blocking=True)
+
+    def _reserve(self, rows: int, tiles: int) -> None:
+        """Make room for a pass; larger buffers are other buffers, which no graph knows."""
+        if rows <= self._rows and tiles <= self._tiles:
+            return
+        rows, tiles = max(rows, self._rows), max(tiles, self._tiles)
+        self.release()
+        enc, cfg = self.encoder, self.encoder.config
+
+        def make(*shape: int, dtype: torch.dtype = enc.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=enc.device)
+
+        self._x, self._y = make(rows, cfg.width), make(rows, cfg.width)
+        # Queries, keys and values are done with before the MLP starts: they share a buffer.
+        self._wide = make(rows * max(3 * cfg.width, cfg.mlp_width))
+        self._merged = make(rows // 4, cfg.out_width)
+        self._spots = make(rows, 2, dtype=torch.int32)
+        self._tile_list = make(tiles, 4, dtype=torch.int32)
+        if isinstance(enc.blocks[0].qkv, Int8Linear):
+            self._codes = make(rows * max(cfg.width, cfg.mlp_width), dtype=torch.int8)
+            self._scales = make(rows, dtype=torch.float32)
+        self._rows, self._tiles = rows, tiles
+
+    def _fill(self, x: Tensor, layout: Layout, rows: int, tiles: int) -> None:
+        n, t = layout.count, layout.tiles.shape[0]
+        self._x[:n].copy_(x)
+        self._spots[:n].copy_(layout.spots)
+        self._tile_list[:t].copy_(layout.tiles)
+        if rows > n:
+            self._x[n:rows].zero_()
+            self._spots[n:rows].zero_()
+        if tiles > t:
+            self._tile_list[t:tiles].zero_()
+
+    def _body(self, rows: int, tiles: int) -> None:
+        """Launch everything from embeddings to merged tokens."""
+        enc, cfg, k = self.encoder, self.encoder.config, self.kernels
+        x, y = self._x[:rows], self._y[:rows]
+        for block in enc.blocks:
+            self._attention(block, x, y, rows, tiles)
+            self._mlp(block, x, y, rows)
+        k.norm(x, *enc.merge_norm, EPS, y)
+        units = y.view(rows // 4, 4 * cfg.width)
+        hidden = self._wide[:rows * cfg.width].view(rows // 4, 4 * cfg.width)
+        self._multiply(units, enc.merge_fc1, hidden)
+        k.activate(hidden, 'gelu', hidden)
+        self._multiply(hidden, enc.merge_fc2, self._merged[:rows // 4])
+
+    def _attention(self, block: VisionBlock, x: Tensor, y: Tensor, rows: int, tiles: int) -> None:
+        cfg, k = self.encoder.config, self.kernels
+        qkv = self._wide[:rows * 3 * cfg.width].view(rows, 3 * cfg.width)
+        self._normed(x, block.norm1, block.qkv, y, qkv)
+        k.rotate_grid(qkv, cfg.heads, self._spots, self._turns)
+        k.attend_segments(qkv, cfg.heads, self._tile_list[:tiles], y, self.form)
+        self._multiply(y, block.proj, x, x)
+
+    def _mlp(self, block: VisionBlock, x: Tensor, y: Tensor, rows: int) -> None:
+        cfg, k = self.encoder.config, self.kernels
+        hidden = self._wide[:rows * cfg.mlp_width].view(rows, cfg.mlp_width)
+        self._normed(x, block.norm2, block.fc1, y, hidden)
+        if isinstance(block.fc2, Int8Linear):
+            codes = self._codes[:hidden.numel()].view(hidden.shape)
+            scales = self._scales[:rows]
+            k.activate_s8(hidden, cfg.activation, codes, scales)
+            k.multiply_s8(codes, scales, block.fc2.codes, block.fc2.scales, block.fc2.bias, x, x)
+        else:
+            k.activate(hidden, cfg.activation, hidden)
+            self._multiply(hidden, block.fc2, x, x)
+
+    def _normed(self, x: Tensor, norm: tuple[Tensor, Tensor], linear: Linear, y: Tensor,
+                out: Tensor) -> None:
+        """Write linear(norm(x)); y is for what lies between."""
+        if isinstance(linear, Int8Linear):
+            codes = self._codes[:x.numel()].view(x.shape)
+            scales = self._scales[:x.shape[0]]
+            self.kernels.norm_s8(x, *norm, EPS, codes, scales)
+            self.kernels.multiply_s8(codes, scales, linear.codes, linear.scales, linear.bias, out)
+        else:
+            self.kernels.norm(x, *norm, EPS, y)
+            self._multiply(y, linear, out)
+
+    def _multiply(self, x: Tensor, linear: Linear, out: Tensor, add: Tensor | None = None) -> None:
+        self.products.multiply(x, linear.weight, linear.bias, out, add)
+
+    def tune(self, rows: int) -> None:
+        """Choose algorithms for a bucket by timing, where that has not been done before."""
+        enc = self.encoder
+
+        def each(name: str, add: bool) -> None:
+            linears: Sequence[Linear] = [getattr(block, name) for block in enc.blocks]
+            if not isinstance(linears[0], Int8Linear):
+                self.products.tune(rows, [m.weight for m in linears], [m.bias for m in linears],
+                                   add)
+
+        for name, add in (('qkv', False), ('proj', True), ('fc1', False), ('fc2', True)):
+            each(name, add)
+        for linear in (enc.merge_fc1, enc.merge_fc2):
+            self.products.tune(rows // 4, [linear.weight], [linear.bias])
+
+
+EPS = 1e-6
+
+
+def bucket(count: int) -> int:
+    """Return the rows that ``count`` patches are filled up to; large products take 128 at once."""
+    step = 64 if count <= 2048 else 128
+    return -(-count // step) * step
+
+
+def _bucket_tiles(count: int) -> int:
+    return -(-count // 4) * 4

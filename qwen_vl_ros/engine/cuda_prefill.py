@@ -1,0 +1,209 @@
+"""
+Prefill on CUDA: one graph a bucket of tokens, for any cache and any start.
+
+A layer is ten launches::
+
+    norm -> QKV (bias) -> rotation, keys and values into the cache -> attention -> out (+ x)
+    norm -> gate and up -> SiLU(gate) * up -> down (+ x)
+
+Where a chunk stands (cache, start, length) is read from device memory, so that a graph serves
+every request. Quantised matrices are called as the objects that they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qwen_vl_ros.engine.graphs import Graphs
+from qwen_vl_ros.engine.kv_cache import KVCache
+from qwen_vl_ros.engine.layers import Linear
+from qwen_vl_ros.kernels import encoder as native
+from qwen_vl_ros.kernels.encoder import EncoderKernels
+from qwen_vl_ros.kernels.gemm import DTYPES, Products
+from qwen_vl_ros.kernels.loader import KernelError, optional
+
+if TYPE_CHECKING:
+    from qwen_vl_ros.engine.language import LanguageModel
+
+LOG = logging.getLogger('qwen_vl_ros.engine')
+
+#: Tokens of a bucket at most; more are run in pieces.
+MOST = 1024
+
+#: Rows that large products take at once.
+STEP = 64
+
+
+class CudaPrefill:
+    """
+    Fused form of :meth:`LanguageModel.prefill`; weights are the model's own.
+
+    :param language: bfloat16 or float16, on a GPU, of a shape that :meth:`fault` accepts.
+    """
+
+    def __init__(self, language: LanguageModel) -> None:
+        cfg = language.config
+        self.language = language
+        self.kernels = EncoderKernels(language.device)
+        self.products = Products(language.device)
+        self.graphs = Graphs(language.device, 'prefill')
+        self._lock = threading.Lock()
+        self._last: torch.cuda.Event | None = None
+        self._axes = language.axes.int()
+        self._frequencies = language.frequencies.float()
+        self._qkv_width = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
+        self._rows = 0
+
+    @classmethod
+    def make(cls, language: LanguageModel) -> CudaPrefill | None:
+        """Return the fused form, or ``None`` with one line in the log that says why not."""
+        if language.device.type != 'cuda':
+            return None
+        fault = cls.fault(language)
+        if fault:
+            LOG.warning('prefill runs in plain torch: %s', fault)
+            return None
+        if optional('qwen_vl_encoder', 'prefill in plain torch') is None:
+            return None
+        try:
+            return cls(language)
+        except KernelError as error:
+            LOG.warning('prefill runs in plain torch: %s', error)
+            return None
+
+    @staticmethod
+    def fault(language: LanguageModel) -> str:
+        """Return what the kernels do not cover, '' when nothing."""
+        cfg = language.config
+        if language.dtype not in DTYPES:
+            return f'{language.dtype} has no kernels'
+        if cfg.head_dim not in native.CACHE_HEAD_DIMS or cfg.mlp_width % 8 or cfg.width % 8 or (
+                cfg.width > native.NORM_WIDTH or cfg.activation not in native.ACTIVATIONS):
+            return (f'heads of {cfg.head_dim}, width {cfg.width} and {cfg.mlp_width}, activation '
+                    f'{cfg.activation} have no kernels')
+        if torch.cuda.get_device_capability(language.device) < (8, 0):
+            return 'the GPU is older than Ampere'
+        return ''
+
+    def fits(self, cache: KVCache) -> bool:
+        """Tell whether a cache's rows lie as the kernels expect them."""
+        rows = cache.rows
+        return (rows.dim() == 5 and rows.dtype == self.language.dtype and rows.stride(4) == 1
+                and rows.stride(3) == rows.shape[4] and rows.device == self.language.device)
+
+    def run(self, x: Tensor, positions: Tensor, cache: KVCache, start: int) -> Tensor:
+        """
+        Run a chunk; parameters and result as for :meth:`LanguageModel.prefill`.
+
+        :param x: [n, width]; more than :data:`MOST` rows are run in pieces.
+        """
+        out = torch.empty_like(x)
+        with self._lock:
+            stream = torch.cuda.current_stream(self.language.device)
+            if self._last is not None:
+                # Another stream may still be working in the same buffers.
+                stream.wait_event(self._last)
+            try:
+                for first in range(0, x.shape[0], MOST):
+                    end = min(first + MOST, x.shape[0])
+                    self._piece(x[first:end], positions[:, first:end], cache, start + first)
+                    out[first:end] = self._x[:end - first]
+            except Exception:
+                self.release()
+                raise
+            self._last = torch.cuda.Event()
+            self._last.record(stream)
+        return out
+
+    def release(self) -> None:
+        """Give buffers and graphs back; the next chunk makes them again."""
+        self.graphs.clear()
+        self._rows = 0
+        for name in ('_x', '_y', '_qkv', '_wide', '_hidden', '_turns', '_positions', '_span'):
+            self.__dict__.pop(name, None)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return the bytes of buffers, cuBLASLt's workspace aside."""
+        return sum(v.nbytes for v in self.__dict__.values() if isinstance(v, Tensor))
+
+    def _piece(self, x: Tensor, positions: Tensor, cache: KVCache, start: int) -> None:
+        n = x.shape[0]
+        rows = bucket(n)
+        self._reserve(rows)
+        where = cache.rows
+        span = torch.tensor(
+            [where.data_ptr(), where.stride(0), where.stride(1), where.stride(2), start, n],
+            dtype=torch.int64, pin_memory=True)
+        self._span.copy_(span, non_blocking=True)
+        self._x[:n].copy_(x)
+        places = self._positions[:3 * rows].view(3, rows)
+        places[:, :n].copy_(positions)
+        if rows > n:
+            self._x[n:rows].zero_()
+            places[:, n:].zero_()
+        self.graphs.run(rows, lambda: self._body(rows))
+
+    def _reserve(self, rows: int) -> None:
+        """Make room for a bucket; larger buffers are other buffers, which no graph knows."""
+        if rows <= self._rows:
+            return
+        # At once for the usual chunk: the graphs of smaller buckets outlive the first long prompt.
+        rows = max(rows, MOST // 2)
+        self.release()
+        cfg, language = self.language.config, self.language
+
+        def make(*shape: int, dtype: torch.dtype = language.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=language.device)
+
+        self._x, self._y = make(rows, cfg.width), make(rows, cfg.width)
+        self._qkv = make(rows, self._qkv_width)
+        self._wide = make(rows, 2 * cfg.mlp_width)
+        self._hidden = make(rows, cfg.mlp_width)
+        self._turns = make(rows, cfg.head_dim // 2, 2, dtype=torch.float32)
+        self._positions = make(3 * rows, dtype=torch.int64)
+        self._span = make(6, dtype=torch.int64)
+        self._rows = rows
+
+    def _body(self, rows: int) -> None:
+        """Launch all layers on the first ``rows`` rows of the buffers."""
+        cfg, k = self.language.config, self.kernels
+        x, y = self._x[:rows], self._y[:rows]
+        turns = self._turns[:rows]
+        k.turns(self._positions[:3 * rows].view(3, rows), self._axes, self._frequencies, turns)
+        for index, layer in enumerate(self.language.layers):
+            k.norm(x, layer.norm1, None, cfg.eps, y)
+            qkv = self._call(layer.qkv, y, self._qkv[:rows])
+            k.rotate_text(qkv, cfg.heads, cfg.kv_heads, turns, self._span, index)
+            k.attend_cache(qkv, cfg.heads, cfg.kv_heads, self._span, index, y)
+            self._call(layer.out, y, x, x)
+            k.norm(x, layer.norm2, None, cfg.eps, y)
+            wide = self._call(layer.gate_up, y, self._wide[:rows])
+            hidden = k.gate(wide, cfg.activation, self._hidden[:rows])
+            self._call(layer.down, hidden, x, x)
+
+    def _call(self, linear: Linear, x: Tensor, out: Tensor, add: Tensor | None = None) -> Tensor:
+        """Return linear(x) + add, in ``out`` where there is something to add."""
+        if type(linear) is Linear:
+            return self.products.multiply(x, linear.weight, linear.bias, out, add)
+        made = linear(x)
+        return made if add is None else out.copy_(add + made)
+
+    def tune(self, rows: int) -> None:
+        """Choose algorithms for a bucket by timing, where that has not been done before."""
+        for name, add in (('qkv', False), ('out', True), ('gate_up', False), ('down', True)):
+            linears: Sequence[Linear] = [getattr(z, name) for z in self.language.layers]
+            if type(linears[0]) is Linear:
+                self.products.tune(rows, [m.weight for m in linears], [m.bias for m in linears],
+                                   add)
+
+
+def bucket(count: int) -> int:
+    """Return the rows that ``count`` tokens are filled up to."""
+    return -(-count // STEP) * STEP
