@@ -46,7 +46,7 @@ class Rounds:
         self._tracks = {
             True: Track(Lane(device, 'vision', 1), Lane(device, 'prefill', 2)),
             False: Track(Lane(device, 'vision continuous', 0),
-                         Lane(device, 'prefill continuous', 0))}
+                         Lane(device, 'prefill continuous', 0), depth=1)}
         self._draining: list[Task] = []
         self._acquired = Mark()
 
