@@ -12,22 +12,51 @@
 
 #include "../cpu/check.h"
 #include "embed.cuh"
-#include "resample.cuh"
+#include "strip.cuh"
 
 namespace qwen_vl {
 
-constexpr int kPatchThreads = 128;
+constexpr int kPatchThreads = 256;
 
-// A unit a block: from the frame to patches in memory.
+// What a block may take of shared memory for a strip: an Orin's 163 KB less what embed() has beside it.
+constexpr int kStripBytes = 64 * 1024;
+
+// Where a patch goes.
+struct Target {
+  uint8_t* out;
+  int64_t patch_stride;
+  int64_t channel_stride;
+
+  __device__ void put(int patch, int feature, uint32_t bytes) const {
+    *reinterpret_cast<uint32_t*>(out + patch * patch_stride + feature / kArea * channel_stride +
+                                 feature % kArea) = bytes;
+  }
+};
+
+// A strip a block: from the frame to patches in memory.
 __global__ void __launch_bounds__(kPatchThreads)
-    make_patches(Picture picture, uint8_t* out, int64_t patch_stride, int64_t channel_stride) {
+    make_patches(Picture picture, StripPlan plan, int strips, Target target) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int row = blockIdx.x / strips, column = blockIdx.x % strips * kStrip;
+  const int first = row * picture.unit_columns + column;
+  const int units = min(kStrip, picture.unit_columns - column);
+  uint8_t* const patches = shared;
+  resample_strip<kPatchThreads>(picture, plan, first, units, shared + kStrip * kUnitBytes, patches,
+                                QWEN_VL_FEATURES);
+  __syncthreads();
+  constexpr int kWords = QWEN_VL_FEATURES / 4;
+  for (int i = threadIdx.x; i < units * kUnitWords; i += kPatchThreads) {
+    target.put(first * 4 + i / kWords, i % kWords * 4, reinterpret_cast<uint32_t*>(patches)[i]);
+  }
+}
+
+// A unit a block, in chunks: for reductions so strong that no strip fits into shared memory.
+__global__ void __launch_bounds__(kPatchThreads)
+    make_patches_in_chunks(Picture picture, Target target) {
   extern __shared__ __align__(128) uint8_t shared[];
   const int unit = blockIdx.x;
   resample_unit<kPatchThreads>(picture, unit, shared, [&](int word, uint32_t bytes) {
-    const int patch = word / (kUnitWords / 4), feature = word % (kUnitWords / 4) * 4;
-    uint8_t* to = out + (static_cast<int64_t>(unit) * 4 + patch) * patch_stride +
-                  feature / kArea * channel_stride + feature % kArea;
-    *reinterpret_cast<uint32_t*>(to) = bytes;
+    target.put(unit * 4 + word / (kUnitWords / 4), word % (kUnitWords / 4) * 4, bytes);
   });
 }
 
@@ -118,8 +147,9 @@ struct qwen_vl_cuda {
 
 namespace {
 
+// Fills `plan` for strips of kStrip units, or of one, whichever fits; with bytes 0 none does.
 int make_picture(qwen_vl_cuda* handle, const qwen_vl_frame& frame, const qwen_vl_patches& patches,
-                 Picture* picture, char* message, size_t size) {
+                 int strip, Picture* picture, StripPlan* plan, char* message, size_t size) {
   std::shared_ptr<Tables> x, y;
   cudaError_t error = handle->tables(frame.width, patches.width, &x);
   if (!error) error = handle->tables(frame.height, patches.height, &y);
@@ -130,6 +160,7 @@ int make_picture(qwen_vl_cuda* handle, const qwen_vl_frame& frame, const qwen_vl
     p.data[i] = frame.plane[i].data;
     p.step[i] = frame.plane[i].step;
   }
+  p.size = static_cast<int64_t>(frame.plane[0].size);
   p.encoding = frame.encoding;
   p.width = frame.width;
   p.height = frame.height;
@@ -140,6 +171,9 @@ int make_picture(qwen_vl_cuda* handle, const qwen_vl_frame& frame, const qwen_vl
   p.unit_columns = patches.width / kUnit;
   p.x = x->view();
   p.y = y->view();
+  *plan = plan_strip(x->axis, y->axis, p.channels, p.columns_first, strip);
+  if (plan->bytes <= kStripBytes) return QWEN_VL_OK;
+  *plan = {};
   const int64_t need = smallest_stage(x->axis, y->axis, p.channels, p.columns_first);
   if (need > kStageBytes) {
     return refuse(QWEN_VL_BAD_SIZE, message, size,
@@ -164,6 +198,9 @@ int check_projection(const qwen_vl_projection* p, const void* out, int64_t units
     return refuse(QWEN_VL_BAD_OUTPUT, message, size, "%d features: %d and %d are possible",
                   p->features, QWEN_VL_FEATURES, 2 * QWEN_VL_FEATURES);
   }
+  if (!(p->scale > 0.0f) || p->scale > 3e38f) {
+    return refuse(QWEN_VL_BAD_OUTPUT, message, size, "scale %g is no positive number", p->scale);
+  }
   if (p->width < 8 || p->width % 8) {
     return refuse(QWEN_VL_BAD_OUTPUT, message, size, "width %d is no multiple of 8", p->width);
   }
@@ -179,42 +216,58 @@ int check_projection(const qwen_vl_projection* p, const void* out, int64_t units
   return QWEN_VL_OK;
 }
 
-template <class T, class Out, class S, class Source>
-cudaError_t launch(const qwen_vl_cuda& handle, const Source& source, Units units,
+template <class T, class Out, int kFeatures, int kRows, class Source>
+cudaError_t launch(const qwen_vl_cuda& handle, const Source& source, int space, Units units,
                    const qwen_vl_projection& p, const float* addend, void* out,
                    cudaStream_t stream) {
-  const auto kernel = embed<T, Out, S, Source>;
-  const cudaError_t error = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
+  const auto kernel = embed<T, Out, kFeatures, kRows, Source>;
+  const int bytes = shared_bytes<kFeatures, kRows, Source>(space);
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error) return error;
-  const int blocks = (units.count + S::kBlockRows / 4 - 1) / (S::kBlockRows / 4);
-  const int tiles = (p.width + S::kBlockColumns - 1) / S::kBlockColumns;
-  // Columns are shared out to as many blocks as keep all multiprocessors busy. Blocks that share
-  // rows each load those rows, or make them: a frame is worth two at most.
-  const int most = Source::kTakesWeightSpace ? 2 : tiles;
-  int splits = 1;
-  while (splits < most && blocks * splits < 2 * handle.multiprocessors) ++splits;
+  const int blocks = (units.count + kRows / 4 - 1) / (kRows / 4);
+  const int tiles = (p.width + kTileColumns - 1) / kTileColumns;
+  // Patches in memory: a tile of columns a block. A frame: blocks that share rows each make them,
+  // which pays only where half of the multiprocessors would be idle.
+  int splits = tiles;
+  if (Source::kResident) splits = 2 * blocks <= handle.multiprocessors ? 2 : 1;
   const int tiles_each = (tiles + splits - 1) / splits;
   splits = (tiles + tiles_each - 1) / tiles_each;
-  return launch_kernel(kernel, dim3(blocks, splits), kEmbedThreads, S::kSharedBytes, stream, source,
-                       units, static_cast<const T*>(p.weight), p.bias, addend,
+  return launch_kernel(kernel, dim3(blocks, splits), kEmbedThreads, bytes, stream, source, units,
+                       static_cast<const T*>(p.weight), p.bias, p.scale, addend,
                        static_cast<Out*>(out), p.width, tiles_each);
 }
 
-template <class S, class Source>
-cudaError_t launch_dtypes(const qwen_vl_cuda& handle, const Source& source, Units units,
+template <int kFeatures, int kRows, class Source>
+cudaError_t launch_dtypes(const qwen_vl_cuda& handle, const Source& source, int space, Units units,
                           const qwen_vl_projection& p, const float* addend, void* out,
                           cudaStream_t stream) {
   using B = __nv_bfloat16;
   using H = __half;
+  const auto with = [&](auto weight, auto result) {
+    return launch<decltype(weight), decltype(result), kFeatures, kRows>(
+        handle, source, space, units, p, addend, out, stream);
+  };
   switch (p.dtype * 3 + p.out_dtype) {
-    case 0: return launch<B, B, S>(handle, source, units, p, addend, out, stream);
-    case 1: return launch<B, H, S>(handle, source, units, p, addend, out, stream);
-    case 2: return launch<B, float, S>(handle, source, units, p, addend, out, stream);
-    case 3: return launch<H, B, S>(handle, source, units, p, addend, out, stream);
-    case 4: return launch<H, H, S>(handle, source, units, p, addend, out, stream);
-    default: return launch<H, float, S>(handle, source, units, p, addend, out, stream);
+    case 0: return with(B(), B());
+    case 1: return with(B(), H());
+    case 2: return with(B(), float());
+    case 3: return with(H(), B());
+    case 4: return with(H(), H());
+    default: return with(H(), float());
   }
+}
+
+template <int kFeatures>
+cudaError_t launch_rows(const qwen_vl_cuda& handle, const FromPatches& source, Units units,
+                        const qwen_vl_projection& p, const float* addend, void* out,
+                        cudaStream_t stream) {
+  // Large tiles read less; small ones keep more multiprocessors busy.
+  const int64_t large = (static_cast<int64_t>(units.count) * 4 + 127) / 128 *
+                        ((p.width + kTileColumns - 1) / kTileColumns);
+  return large > handle.multiprocessors
+             ? launch_dtypes<kFeatures, 128>(handle, source, 0, units, p, addend, out, stream)
+             : launch_dtypes<kFeatures, 64>(handle, source, 0, units, p, addend, out, stream);
 }
 
 }  // namespace
@@ -235,7 +288,7 @@ int qwen_vl_cuda_open(qwen_vl_cuda** handle, char* message, size_t size) {
   if (!error) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   if (error) return failed(error, "no CUDA device", message, size);
   cudaFuncAttributes attributes;
-  error = cudaFuncGetAttributes(&attributes, make_patches);
+  error = cudaFuncGetAttributes(&attributes, make_patches_in_chunks);
   if (error) {
     cudaGetLastError();
     return refuse(QWEN_VL_CUDA_ERROR, message, size,
@@ -262,13 +315,26 @@ int qwen_vl_cuda_patches(qwen_vl_cuda* handle, const qwen_vl_frame* frame,
   }
   std::lock_guard<std::mutex> lock(handle->mutex);
   Picture picture;
-  status = make_picture(handle, *frame, *patches, &picture, message, size);
+  StripPlan plan;
+  status = make_picture(handle, *frame, *patches, kStrip, &picture, &plan, message, size);
   if (status) return status;
-  const int units = picture.unit_columns * (patches->height / kUnit);
-  return failed(launch_kernel(make_patches, dim3(units), kPatchThreads, kResampleBytes,
-                              static_cast<cudaStream_t>(stream), picture, patches->data,
-                              patches->patch_stride, patches->channel_stride),
-                "patches", message, size);
+  const Target target = {patches->data, patches->patch_stride, patches->channel_stride};
+  const int rows = patches->height / kUnit;
+  const auto s = static_cast<cudaStream_t>(stream);
+  if (!plan.bytes) {
+    return failed(launch_kernel(make_patches_in_chunks, dim3(picture.unit_columns * rows),
+                                kPatchThreads, kResampleBytes, s, picture, target),
+                  "patches", message, size);
+  }
+  const int bytes = plan.bytes + kStrip * kUnitBytes;
+  const int strips = (picture.unit_columns + kStrip - 1) / kStrip;
+  cudaError_t error = cudaFuncSetAttribute(
+      make_patches, cudaFuncAttributeMaxDynamicSharedMemorySize, kStripBytes + kStrip * kUnitBytes);
+  if (!error) {
+    error = launch_kernel(make_patches, dim3(strips * rows), kPatchThreads, bytes, s, picture, plan,
+                          strips, target);
+  }
+  return failed(error, "patches", message, size);
 }
 
 int qwen_vl_cuda_project(qwen_vl_cuda* handle, const qwen_vl_projection* projection,
@@ -289,9 +355,8 @@ int qwen_vl_cuda_project(qwen_vl_cuda* handle, const qwen_vl_projection* project
   const auto s = static_cast<cudaStream_t>(stream);
   const cudaError_t error =
       projection->features == QWEN_VL_FEATURES
-          ? launch_dtypes<Shape<QWEN_VL_FEATURES>>(*handle, source, list, *projection, addend, out, s)
-          : launch_dtypes<Shape<2 * QWEN_VL_FEATURES>>(*handle, source, list, *projection, addend,
-                                                       out, s);
+          ? launch_rows<QWEN_VL_FEATURES>(*handle, source, list, *projection, addend, out, s)
+          : launch_rows<2 * QWEN_VL_FEATURES>(*handle, source, list, *projection, addend, out, s);
   return failed(error, "projection", message, size);
 }
 
@@ -317,11 +382,13 @@ int qwen_vl_cuda_embed(qwen_vl_cuda* handle, const qwen_vl_frame* frame,
   }
   std::lock_guard<std::mutex> lock(handle->mutex);
   FromFrame source;
-  status = make_picture(handle, *frame, *patches, &source.picture, message, size);
+  status = make_picture(handle, *frame, *patches, kStrip, &source.picture, &source.plan, message,
+                        size);
   if (status) return status;
-  return failed(launch_dtypes<Shape<QWEN_VL_FEATURES>>(
-                    *handle, source, {units, static_cast<int>(unit_count)}, *projection, nullptr,
-                    out, static_cast<cudaStream_t>(stream)),
+  const int space = std::max(source.plan.bytes, kResampleBytes);
+  return failed(launch_dtypes<QWEN_VL_FEATURES, 64>(
+                    *handle, source, space, {units, static_cast<int>(unit_count)}, *projection,
+                    nullptr, out, static_cast<cudaStream_t>(stream)),
                 "embedding", message, size);
 }
 

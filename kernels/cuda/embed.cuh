@@ -1,12 +1,15 @@
 // uint8 patches times the folded patch embedding, on tensor cores of the sm_80 class.
 //
-// A block keeps kBlockRows patches in shared memory, as (byte - 128) in the weights' dtype: exact
-// in bf16 and fp16. The weights run through a ring of kStages tiles of 32 features (cp.async), all
-// columns of the block's share one after the other, so that a patch is read, or made, once.
+// Patches stay bytes until they are in registers, where a byte becomes (byte - 128), exact in bf16 and
+// fp16. Steps of 32 features run through a ring of kStages tiles (cp.async).
 //
-//     shared memory    patches   kBlockRows x (padded features * 2 + 16) bytes
-//                      weights   kStages x kBlockColumns x 64 bytes, 16-byte chunks swizzled
-//     a warp           32 rows x 32 columns: 2 x 4 products m16n8k16
+//     FromPatches   128 or 64 rows x 128 columns a block; bytes and weights both run through the ring
+//     FromFrame     64 rows a block, made from the frame, resident; the weights of all columns run by
+//     a warp        kRows / 2 rows x 32 columns: products m16n8k16
+//
+// The order of features within a step is free, as long as both operands keep it. A lane of quad q
+// takes the features 8q to 8q+7 of a row, one load of 8 bytes, and of a column of weights, one load of
+// 16; each half of them is a product's k = 2q, 2q+1, 2q+8, 2q+9.
 #ifndef QWEN_VL_CUDA_EMBED_CUH_
 #define QWEN_VL_CUDA_EMBED_CUH_
 
@@ -15,35 +18,21 @@
 
 #include <ptx.cuh>
 
-#include "resample.cuh"
+#include "strip.cuh"
 
 namespace qwen_vl {
 
 constexpr int kEmbedThreads = 256;
-constexpr int kStages = 4;
-constexpr int kStepFeatures = QWEN_VL_FEATURES_STEP;
+constexpr int kStages = 6;
+constexpr int kStep = QWEN_VL_FEATURES_STEP;
+constexpr int kTileColumns = 128;
+constexpr int kWarpColumns = 32;
+constexpr int kWeightTile = kTileColumns * kStep * 2;  // bytes
 
-// Shapes for stills (588 features) and for pairs of frames (1176). With twice the features half the
-// patches fit into an Orin's 163 KB.
-template <int kFeatures_>
-struct Shape {
-  static constexpr int kFeatures = kFeatures_;
-  static constexpr int kBlockRows = kFeatures == QWEN_VL_FEATURES ? 64 : 32;
-  static constexpr int kBlockColumns = kFeatures == QWEN_VL_FEATURES ? 128 : 256;
-  static constexpr int kWarpRows = kBlockRows / 32;
-  static constexpr int kWarpColumns = kBlockColumns / 32;
-  static constexpr int kPadded = (kFeatures + kStepFeatures - 1) / kStepFeatures * kStepFeatures;
-  static constexpr int kSteps = kPadded / kStepFeatures;
-  // An odd number of 16-byte chunks: eight rows of a matrix lie in eight different bank groups.
-  static constexpr int kRowBytes = kPadded * 2 + 16;
-  static constexpr int kPatchBytes = kBlockRows * kRowBytes;
-  static constexpr int kTileBytes = kBlockColumns * kStepFeatures * 2;
-  static constexpr int kSharedBytes = kPatchBytes + kStages * kTileBytes;
-  static_assert(kWarpRows * kWarpColumns * 32 == kEmbedThreads, "eight warps of 32x32");
-  static_assert(QWEN_VL_WIDTH_STEP % kBlockColumns == 0, "weights are padded to whole tiles");
-  static_assert(kRowBytes / 16 % 2 == 1, "rows of patches must not share banks");
-  static_assert(kSharedBytes <= 163 * 1024, "what a block may take on sm_87");
-};
+template <int kFeatures>
+constexpr int kPaddedFeatures = (kFeatures + kStep - 1) / kStep * kStep;
+
+static_assert(QWEN_VL_WIDTH_STEP % kTileColumns == 0, "weights are padded to whole tiles");
 
 // Four bytes less 128 each, exact. fp16: 0x6400 | byte is 1024 + byte.
 __device__ inline uint2 centred(uint32_t bytes, __half) {
@@ -79,50 +68,49 @@ struct Units {
 // Patches that are in memory already.
 struct FromPatches {
   const uint8_t* patches;
-  static constexpr bool kTakesWeightSpace = false;
-
-  template <class S, class T>
-  __device__ void load(const Units& units, int first_unit, uint8_t* rows, uint8_t*) const {
-    constexpr int kWords = S::kFeatures / 4;
-    for (int i = threadIdx.x; i < S::kBlockRows * kWords; i += kEmbedThreads) {
-      const int row = i / kWords, word = i % kWords, place = first_unit + row / 4;
-      uint2 value = {0, 0};
-      if (place < units.count) {
-        const int64_t patch = static_cast<int64_t>(units.at(place)) * 4 + row % 4;
-        value = centred(__ldg(reinterpret_cast<const uint32_t*>(patches + patch * S::kFeatures) + word),
-                        T());
-      }
-      *reinterpret_cast<uint2*>(rows + row * S::kRowBytes + word * 8) = value;
-    }
-  }
+  static constexpr bool kResident = false;
 };
 
 // Patches that are made from the frame on the way; they never leave shared memory.
 struct FromFrame {
   Picture picture;
-  static constexpr bool kTakesWeightSpace = true;
+  StripPlan plan;  // bytes 0: strips do not fit, unit after unit in chunks
+  static constexpr bool kResident = true;
 
-  template <class S, class T>
-  __device__ void load(const Units& units, int first_unit, uint8_t* rows, uint8_t* space) const {
-    static_assert(kStages * S::kTileBytes >= kResampleBytes, "resampling borrows the weights' ring");
-    for (int slot = 0; slot < S::kBlockRows / 4; ++slot) {
-      uint8_t* const to = rows + slot * 4 * S::kRowBytes;
-      if (first_unit + slot >= units.count) {
-        for (int i = threadIdx.x; i < kUnitWords; i += kEmbedThreads) {
-          *reinterpret_cast<uint2*>(to + i / (kUnitWords / 4) * S::kRowBytes +
-                                    i % (kUnitWords / 4) * 8) = {0, 0};
+  // Units from place `first` on, to rows of `pitch` bytes; a place beyond the last is left as it is.
+  template <int kUnits>
+  __device__ void make(const Units& units, int first, uint8_t* rows, int pitch,
+                       uint8_t* space) const {
+    const int count = min(kUnits, units.count - first);
+    for (int slot = 0; slot < count;) {
+      const int unit = units.at(first + slot);
+      uint8_t* const to = rows + slot * 4 * pitch;
+      int together = 1;
+      if (plan.bytes) {
+        if (slot + 1 < count && units.at(first + slot + 1) == unit + 1 &&
+            (unit + 1) % picture.unit_columns) {
+          together = kStrip;
         }
-        continue;
+        resample_strip<kEmbedThreads>(picture, plan, unit, together, space, to, pitch);
+      } else {
+        resample_unit<kEmbedThreads>(picture, unit, space, [&](int word, uint32_t bytes) {
+          *reinterpret_cast<uint32_t*>(to + word / (kUnitWords / 4) * pitch +
+                                       word % (kUnitWords / 4) * 4) = bytes;
+        });
       }
-      resample_unit<kEmbedThreads>(
-          picture, units.at(first_unit + slot), space, [&](int word, uint32_t bytes) {
-            *reinterpret_cast<uint2*>(to + word / (kUnitWords / 4) * S::kRowBytes +
-                                      word % (kUnitWords / 4) * 8) = centred(bytes, T());
-          });
+      slot += together;
       __syncthreads();
     }
   }
 };
+
+// Bytes of dynamic shared memory; `space`: what FromFrame's resampling takes.
+template <int kFeatures, int kRows, class Source>
+constexpr int shared_bytes(int space = 0) {
+  return Source::kResident
+             ? kRows * kPaddedFeatures<kFeatures> + kStages * kWeightTile + space
+             : kStages * (kWeightTile + kRows * kStep);
+}
 
 __device__ inline uint32_t two(float a, float b, __nv_bfloat16) {
   const __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
@@ -174,80 +162,111 @@ __device__ void write_row(const float2 (&v)[4], int q, Out* row, int column, int
   }
 }
 
-template <class T, class Out, class S, class Source>
+template <class T, class Out, int kFeatures, int kRows, class Source>
 __global__ void __launch_bounds__(kEmbedThreads, 2)
-    embed(Source source, Units units, const T* weights, const float* bias, const float* addend,
-          Out* out, int width, int tiles_each) {
+    embed(Source source, Units units, const T* weights, const float* bias, float scale,
+          const float* addend, Out* out, int width, int tiles_each) {
   extern __shared__ __align__(128) uint8_t shared[];
-  uint8_t* const rows = shared;
-  uint8_t* const ring = shared + S::kPatchBytes;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int warp_row = warp / S::kWarpColumns * 32, warp_column = warp % S::kWarpColumns * 32;
-  const int first_unit = blockIdx.x * (S::kBlockRows / 4);
-  const int tiles = (width + S::kBlockColumns - 1) / S::kBlockColumns;
+  constexpr int kPadded = kPaddedFeatures<kFeatures>, kSteps = kPadded / kStep;
+  constexpr int kWarpRows = kRows / 2, kBlocks = kWarpRows / 16;
+  constexpr bool kResident = Source::kResident;
+  // A row's bytes of one step: 32 apart in the ring, kPadded apart where all features are there.
+  constexpr int kRowPitch = kResident ? kPadded : kStep;
+  constexpr int kRowTile = kResident ? 0 : kRows * kStep;
+  static_assert(!kResident || kPadded / 32 % 4 == 3, "four rows must not share banks");
+  uint8_t* const resident = shared;
+  uint8_t* const ring = shared + (kResident ? kRows * kPadded : 0);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, q = lane % 4, g = lane / 4;
+  const int warp_row = warp / 4 * kWarpRows, warp_column = warp % 4 * kWarpColumns;
+  const int first_unit = blockIdx.x * (kRows / 4);
+  const int tiles = (width + kTileColumns - 1) / kTileColumns;
   const int first_tile = blockIdx.y * tiles_each;
-  const int count = (min(first_tile + tiles_each, tiles) - first_tile) * S::kSteps;
+  const int count = (min(first_tile + tiles_each, tiles) - first_tile) * kSteps;
+
+  // The patches whose bytes this thread brings, four at a time: null beyond the last.
+  constexpr int kCopies = kRows * kStep / 4 / kEmbedThreads;
+  const uint8_t* from[kCopies];
+  if constexpr (!kResident) {
+#pragma unroll
+    for (int j = 0; j < kCopies; ++j) {
+      const int row = threadIdx.x / 8 + j * (kEmbedThreads / 8), place = first_unit + row / 4;
+      from[j] = place < units.count
+                    ? source.patches + (static_cast<int64_t>(units.at(place)) * 4 + row % 4) * kFeatures
+                    : nullptr;
+    }
+  }
 
   const auto fetch = [&](int step) {
     if (step < count) {
-      const int column = (first_tile + step / S::kSteps) * S::kBlockColumns;
-      const int feature = step % S::kSteps * kStepFeatures;
-      const uint32_t to = shared_address(ring + step % kStages * S::kTileBytes);
-      for (int i = threadIdx.x; i < S::kBlockColumns * 4; i += kEmbedThreads) {
+      const int column = (first_tile + step / kSteps) * kTileColumns;
+      const int feature = step % kSteps * kStep;
+      uint8_t* const slot = ring + step % kStages * (kWeightTile + kRowTile);
+      const uint32_t to = shared_address(slot);
+#pragma unroll
+      for (int i = threadIdx.x; i < kTileColumns * 4; i += kEmbedThreads) {
         const int n = i / 4, chunk = i % 4;
-        copy_async(to + n * 64 + (chunk ^ (n >> 1 & 3)) * 16,
-                   weights + static_cast<int64_t>(column + n) * S::kPadded + feature + chunk * 8);
+        copy_async(to + i * 16,
+                   weights + static_cast<int64_t>(column + n) * kPadded + feature + chunk * 8);
+      }
+      if constexpr (!kResident) {
+        const int at = feature + threadIdx.x % 8 * 4;
+#pragma unroll
+        for (int j = 0; j < kCopies; ++j) {
+          const bool there = from[j] && at < kFeatures;
+          copy_async_word(to + kWeightTile + (threadIdx.x + j * kEmbedThreads) * 4,
+                          there ? from[j] + at : source.patches, there);
+        }
       }
     }
     commit_async();  // also an empty group: waiting counts groups
   };
-  if constexpr (!Source::kTakesWeightSpace) {
-    for (int s = 0; s < kStages - 1; ++s) fetch(s);
-  }
+  for (int s = 0; s < kStages - 1; ++s) fetch(s);
 
-  source.template load<S, T>(units, first_unit, rows, ring);
-  constexpr int kTail = (S::kPadded - S::kFeatures) / 4;
-  for (int i = threadIdx.x; i < S::kBlockRows * kTail; i += kEmbedThreads) {
-    *reinterpret_cast<uint2*>(rows + i / kTail * S::kRowBytes + S::kFeatures * 2 + i % kTail * 8) =
-        {0, 0};
-  }
-  if constexpr (Source::kTakesWeightSpace) {
+  if constexpr (kResident) {
+    // Bytes that no frame fills count 128, that is 0; between the features and kPadded the weights
+    // are 0.
+    for (int i = threadIdx.x; i < kRows * kPadded / 4; i += kEmbedThreads) {
+      reinterpret_cast<uint32_t*>(resident)[i] = 0x80808080;
+    }
     __syncthreads();
-    for (int s = 0; s < kStages - 1; ++s) fetch(s);
+    source.template make<kRows / 4>(units, first_unit, resident, kPadded,
+                                    ring + kStages * kWeightTile);
   }
 
-  const uint32_t a_address = shared_address(rows + (warp_row + lane % 16) * S::kRowBytes) +
-                             lane / 16 * 16;
-  const int b_row = warp_column + (lane / 16) * 8 + lane % 8, b_chunk = lane / 8 & 1;
-  float sums[2][4][4] = {};
+  float sums[kBlocks][4][4] = {};
   for (int step = 0; step < count; ++step) {
     wait_async<kStages - 2>();
     __syncthreads();  // this tile has arrived for all, and all are done with the one before it
     fetch(step + kStages - 1);
-    const int k = step % S::kSteps;
-    const uint32_t tile = shared_address(ring + step % kStages * S::kTileBytes);
+    const int k = step % kSteps;
+    const uint8_t* const slot = ring + step % kStages * (kWeightTile + kRowTile);
+    const uint8_t* const left = (kResident ? resident + k * kStep : slot + kWeightTile) +
+                                (warp_row + g) * kRowPitch + q * 8;
+    const uint8_t* const right = slot + (warp_column + g) * kStep * 2 + q * 16;
+    uint4 b[4];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t a[2][4], b[2][4];
+    for (int j = 0; j < 4; ++j) {
+      b[j] = *reinterpret_cast<const uint4*>(right + j * 8 * kStep * 2);
+    }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        load_matrices(a[i], a_address + i * 16 * S::kRowBytes + (k * kStepFeatures + half * 16) * 2);
-        const int n = b_row + i * 16;
-        load_matrices(b[i], tile + n * 64 + ((half * 2 + b_chunk) ^ (n >> 1 & 3)) * 16);
-      }
+    for (int i = 0; i < kBlocks; ++i) {
+      const uint2 upper = *reinterpret_cast<const uint2*>(left + i * 16 * kRowPitch);
+      const uint2 lower = *reinterpret_cast<const uint2*>(left + (i * 16 + 8) * kRowPitch);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int half = 0; half < 2; ++half) {
+        const uint2 u = centred(half ? upper.y : upper.x, T());
+        const uint2 l = centred(half ? lower.y : lower.x, T());
+        const uint32_t a[4] = {u.x, l.x, u.y, l.y};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          multiply(sums[i][j], a[i], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1], T());
+          multiply(sums[i][j], a, half ? b[j].z : b[j].x, half ? b[j].w : b[j].y, T());
         }
       }
     }
-    if (k != S::kSteps - 1) continue;
+    if (k != kSteps - 1) continue;
 
-    // All features are in: bias, what is to be added, out.
-    const int column = (first_tile + step / S::kSteps) * S::kBlockColumns + warp_column;
-    const int q = lane % 4;
+    // All features are in: scale, bias, what is to be added, out.
+    const int column = (first_tile + step / kSteps) * kTileColumns + warp_column;
     float2 offset[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -255,15 +274,16 @@ __global__ void __launch_bounds__(kEmbedThreads, 2)
                        : make_float2(0.0f, 0.0f);
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = first_unit * 4 + warp_row + i * 16 + h * 8 + lane / 4;
+        const int row = first_unit * 4 + warp_row + i * 16 + h * 8 + g;
         const bool inside = row < units.count * 4;
         float2 v[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          v[j] = make_float2(sums[i][j][2 * h] + offset[j].x, sums[i][j][2 * h + 1] + offset[j].y);
+          v[j] = make_float2(sums[i][j][2 * h] * scale + offset[j].x,
+                             sums[i][j][2 * h + 1] * scale + offset[j].y);
           const int at = column + 8 * j + 2 * q;
           if (addend && inside && at < width) {
             const float2 more = *reinterpret_cast<const float2*>(
@@ -278,7 +298,7 @@ __global__ void __launch_bounds__(kEmbedThreads, 2)
       }
     }
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
 #pragma unroll

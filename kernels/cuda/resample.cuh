@@ -37,6 +37,7 @@ struct DeviceAxis {
 struct Picture {
   const uint8_t* data[2];
   int64_t step[2];
+  int64_t size;  // of the first plane, bytes
   int encoding;
   int width;
   int height;

@@ -155,8 +155,9 @@ typedef enum qwen_vl_dtype {
 } qwen_vl_dtype;
 
 /*
- * The patch embedding with the normalisation folded in: out = (patch - 128) * weight^T + bias.
- * weight is [padded_width][padded_features] with zeros beyond width and features.
+ * The patch embedding with the normalisation folded in: out = scale * (patch - 128) * weight^T + bias.
+ * weight is [padded_width][padded_features] with zeros beyond width and features. A power of two as
+ * the scale keeps small weights among the normal numbers of fp16.
  */
 typedef struct qwen_vl_projection {
   const void* weight;
@@ -165,6 +166,8 @@ typedef struct qwen_vl_projection {
   int32_t out_dtype;
   int32_t width;      /* multiple of 8 */
   int32_t features;   /* 588 for a still, 1176 for a pair of frames */
+  float scale;        /* over 0 */
+  int32_t reserved;   /* 0 */
 } qwen_vl_projection;
 
 /* What width and features are padded to. */

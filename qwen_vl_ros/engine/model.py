@@ -36,10 +36,9 @@ class Model:
 
     def __init__(self, checkpoint: Checkpoint, preprocess: str = 'auto') -> None:
         self.config = checkpoint.config
-        self.vision = vision = VisionEncoder(checkpoint.config.vision, checkpoint.tensors)
         self.offload = Offload(
-            (vision.still_weight, vision.still_bias), (vision.pair_weight, vision.pair_bias),
-            checkpoint.config.vision.patch, preprocess)
+            checkpoint.tensors['visual.patch_embed.proj.weight'], preprocess)
+        self.vision = VisionEncoder(checkpoint.config.vision, checkpoint.tensors)
         self.language = LanguageModel(
             checkpoint.config.language, checkpoint.tensors, checkpoint.config.quant)
         #: Takes sequences from their first token on.

@@ -22,7 +22,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -31,8 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qwen_vl_ros.engine.embedding import pair_projections, still_projection
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.patches import Grid, extract_patches
+from qwen_vl_ros.engine.prepared import Half, Picture, Prepared, Profile
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.kernels.cuda import CudaKernels, Projection, project_plain
 from qwen_vl_ros.kernels.loader import KernelError, optional
@@ -52,98 +53,12 @@ RUNS = 5
 SIZES = 64
 
 
-@dataclass(frozen=True)
-class Profile:
-    """
-    What a way costs for one picture, milliseconds, medians.
-
-    :param cpu_ms: work of the CPU.
-    :param transfer_ms: from the host's memory to the device's.
-    :param gpu_ms: work of the device.
-    """
-
-    cpu_ms: float
-    transfer_ms: float
-    gpu_ms: float
-
-    @property
-    def total_ms(self) -> float:
-        """Return the latency: the parts follow each other."""
-        return self.cpu_ms + self.transfer_ms + self.gpu_ms
-
-    def __str__(self) -> str:
-        """Return the sum and its parts."""
-        return (f'{self.total_ms:.3f} ms = CPU {self.cpu_ms:.3f} + transfer '
-                f'{self.transfer_ms:.3f} + GPU {self.gpu_ms:.3f}')
-
-
-@dataclass(frozen=True)
-class Half:
-    """
-    W0 x of a frame.
-
-    :param values: float32 [n, width].
-    :param made: reached on the device when they are there; ``None`` on a CPU.
-    """
-
-    values: Tensor
-    made: torch.cuda.Event | None
-
-    def wait(self) -> Tensor:
-        """Return the values for use on the current stream, which waits for them."""
-        if self.made is not None:
-            stream = torch.cuda.current_stream(self.values.device)
-            stream.wait_event(self.made)
-            self.values.record_stream(stream)
-        return self.values
-
-
-@dataclass
-class Picture:
-    """
-    A frame on its way.
-
-    :param memory: uint8, patches [n, 588] (way ``cpu``) or the camera's buffer (way ``gpu``);
-        ``None`` where only ``older`` is needed.
-    :param older: W0 x, where it is known already.
-    """
-
-    frame: Frame
-    way: str
-    memory: Tensor | None
-    older: Half | None = None
-
-
-@dataclass
-class Prepared:
-    """
-    What :meth:`Offload.prepare` made of a visual.
-
-    :param pictures: one for a still, 2t for a clip; a repeated last frame is the same object.
-    :param features: bytes of a patch, or of a pair of patches.
-    :param bytes_read: by the CPU, and ``bytes_written``; patches or the pinned copy of a frame.
-    """
-
-    pictures: list[Picture]
-    grid: Grid
-    features: int
-    bytes_read: int
-    bytes_written: int
-
-    def of_slices(self, first: int, end: int | None) -> list[Picture]:
-        """Return the pictures of slices from ``first`` to before ``end`` (all)."""
-        if len(self.pictures) == 1:
-            return self.pictures
-        return self.pictures[2 * first:None if end is None else 2 * end]
-
-
 class Offload:
     """
     Patches, upload and patch embedding of a model's visuals.
 
-    :param still: folded weight [width, 588] and bias [width] for one frame shown twice.
-    :param pair: folded weight [width, 1176] over (channel, frame of the pair, row, column), bias.
-    :param patch: pixels along a side of a patch; kernels know 14 only.
+    :param kernel: of the patch embedding, [width, 3, 2, patch, patch], on the model's device and
+        in its dtype; the kernels know patches of 14 pixels only.
     :param way: one of :data:`WAYS`; ``auto`` measures both for every new size of picture.
     :param kernels: of the device; ``None`` loads them where the device is a GPU, and says in the
         log when the plain form has to do instead.
@@ -151,10 +66,9 @@ class Offload:
     """
 
     def __init__(
-        self, still: tuple[Tensor, Tensor], pair: tuple[Tensor, Tensor], patch: int = PATCH,
-        way: str = 'auto', kernels: CudaKernels | None = None,
+        self, kernel: Tensor, way: str = 'auto', kernels: CudaKernels | None = None,
     ) -> None:
-        self.device = still[0].device
+        self.device, self._dtype = kernel.device, kernel.dtype
         if way not in WAYS:
             raise EngineError(ErrorCode.BAD_REQUEST,
                               f"preprocess.device '{way}' is not one of {', '.join(WAYS)}")
@@ -163,18 +77,15 @@ class Offload:
                 ErrorCode.BAD_REQUEST,
                 f"preprocess.device is 'gpu' and the model runs on '{self.device}': pictures are "
                 'made where the model is, or on the CPU')
-        self.patch = patch
-        width = still[0].shape[0]
-        self.kernels = kernels or _find_kernels(self.device, still[0].dtype, width, patch)
+        self.patch = kernel.shape[-1]
+        self.kernels = kernels or _find_kernels(kernel)
         self.way = way if self.kernels is not None else 'cpu'
         #: Pinned memory is the GPU's own memory: a frame there is read in place, and once.
         self.unified = self.device.type == 'cuda' and bool(getattr(
             torch.cuda.get_device_properties(self.device), 'is_integrated', 0))
-        self._dtype = still[0].dtype
-        self._still = Projection.make(*still)
-        halves = pair[0].reshape(width, 3, 2, -1)
-        self._older = Projection.make(halves[:, :, 0].reshape(width, -1), None)
-        self._newer = Projection.make(halves[:, :, 1].reshape(width, -1), pair[1])
+        weights = torch.float32 if self.kernels is None else torch.float16
+        self._still = still_projection(kernel, weights)
+        self._older, self._newer = pair_projections(kernel, weights)
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[bytes, int, int], Half] = OrderedDict()
         self._choice: dict[tuple[int, int, int, int], str] = {}
@@ -380,11 +291,11 @@ class Offload:
         units: Tensor | None = None, addend: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        memory = picture.memory
+        memory, dtype = picture.memory, dtype or self._dtype
         if memory is None:
             raise ValueError('the frame was prepared as an older half only')
         if units is not None and units.numel() == 0:
-            return torch.zeros(0, projection.width, dtype=dtype or self._dtype, device=self.device)
+            return torch.zeros(0, projection.width, dtype=dtype, device=self.device)
         if picture.way == 'gpu' and self.kernels is not None:
             return self.kernels.embed(
                 picture.frame, memory, prepared.grid[1] * PATCH, prepared.grid[2] * PATCH,
@@ -410,18 +321,16 @@ class Offload:
                 self._kept.popitem(last=False)
 
 
-def _find_kernels(
-    device: torch.device, dtype: torch.dtype, width: int, patch: int,
-) -> CudaKernels | None:
+def _find_kernels(kernel: Tensor) -> CudaKernels | None:
     """Return the kernels of a device that can use them, or ``None``."""
-    if device.type != 'cuda' or patch != PATCH or width % 8 or (
-            dtype not in (torch.bfloat16, torch.float16)):
+    if kernel.device.type != 'cuda' or kernel.shape[-1] != PATCH or kernel.shape[0] % 8 or (
+            kernel.dtype == torch.float32):
         return None
     native = optional('qwen_vl_cuda', 'the way over the CPU and torch')
     if native is None:
         return None
     try:
-        return CudaKernels(device, native)
+        return CudaKernels(kernel.device, native)
     except KernelError as error:
         LOG.warning('%s; the way over the CPU and torch is used instead', error)
         return None

@@ -36,7 +36,8 @@ class NativeProjection(ctypes.Structure):
 
     _fields_ = (('weight', ctypes.c_void_p), ('bias', ctypes.c_void_p), ('dtype', ctypes.c_int32),
                 ('out_dtype', ctypes.c_int32), ('width', ctypes.c_int32),
-                ('features', ctypes.c_int32))
+                ('features', ctypes.c_int32), ('scale', ctypes.c_float),
+                ('reserved', ctypes.c_int32))
 
 
 @dataclass(frozen=True)
@@ -48,26 +49,29 @@ class Projection:
     :param bias: float32 [width padded to 256] or ``None``.
     :param width: of an embedding; a multiple of 8.
     :param features: 588 for a still, 1176 for a pair of frames.
+    :param scale: of the products, before the bias; a power of two.
     """
 
     weight: Tensor
     bias: Tensor | None
     width: int
     features: int
+    scale: float = 1.0
 
     @classmethod
-    def make(cls, weight: Tensor, bias: Tensor | None) -> Projection:
+    def make(cls, weight: Tensor, bias: Tensor | None, scale: float = 1.0) -> Projection:
         """
         Lay out folded weights.
 
         :param weight: [width, features] as :func:`qwen_vl_ros.engine.vision.fold_still` gives.
         :param bias: [width] or ``None``.
+        :param scale: what the weights were divided by.
         """
         width, features = weight.shape
         more = -width % WIDTH_STEP
         padded = F.pad(weight, (0, -features % FEATURES_STEP, 0, more)).contiguous()
         return cls(padded, None if bias is None else F.pad(bias.float(), (0, more)).contiguous(),
-                   width, features)
+                   width, features, scale)
 
 
 def project_plain(
@@ -77,18 +81,20 @@ def project_plain(
     """
     Do what :meth:`CudaKernels.project` does in plain torch, on any device.
 
-    In the weights' dtype, but in float32 where something is added or the result is wanted so: a
-    half of a pair that is rounded twice would err more than the pair's own product.
+    In the weights' dtype, but in float32 where something is added or scaled or the result is
+    wanted so: a half of a pair that is rounded twice would err more than the pair's own product.
     """
     if units is not None:
         patches = patches.reshape(-1, 4, patches.shape[1])[units.long()].flatten(0, 1)
     weight = projection.weight[:projection.width, :projection.features]
     dtype = dtype or weight.dtype
-    if addend is not None or dtype == torch.float32:
+    if addend is not None or dtype == torch.float32 or projection.scale != 1.0:
         weight = weight.float()
-    bias = projection.bias
-    out = F.linear(patches.to(weight.dtype) - 128, weight,
-                   None if bias is None else bias[:projection.width].to(weight.dtype))
+    out = F.linear(patches.to(weight.dtype) - 128, weight)
+    if projection.scale != 1.0:
+        out *= projection.scale
+    if projection.bias is not None:
+        out += projection.bias[:projection.width]
     if addend is not None:
         out += addend
     return out.to(dtype)
@@ -261,7 +267,7 @@ def _native(projection: Projection, out: Tensor) -> NativeProjection:
     return NativeProjection(
         projection.weight.data_ptr(), None if bias is None else bias.data_ptr(),
         DTYPES.index(projection.weight.dtype), DTYPES.index(out.dtype), projection.width,
-        projection.features)
+        projection.features, projection.scale, 0)
 
 
 def _declare(native: ctypes.CDLL) -> ctypes.CDLL:

@@ -32,8 +32,7 @@ def kernel():
 
 
 def offload_of(kernel, dtype=torch.float32, **more):
-    kernel = kernel.to(dtype)
-    return Offload(fold_still(kernel), fold_pair(kernel), **more)
+    return Offload(kernel.to(dtype), **more)
 
 
 def embed(offload, frames, grid, units=None, way=None):
@@ -43,8 +42,8 @@ def embed(offload, frames, grid, units=None, way=None):
 
 
 def expected(kernel, dtype, frames, grid):
-    """Return float64 [n, width] from the folded weights, in one product over both halves."""
-    kernel = kernel.to(dtype)
+    """Return float64 [n, width], folded in float64, in one product over both halves."""
+    kernel = kernel.to(dtype).double()
     weight, bias = (fold_still if len(frames) == 1 else fold_pair)(kernel)
     patches = torch.from_numpy(extract_patches(frames, grid))
     return (patches.double() - 128) @ weight.double().T + bias.double()

@@ -234,7 +234,7 @@ def test_both_ways_of_a_visual_give_the_same(kernels, count):
     units = np.array([0, 1, 4, *range(6, 6 * grid[0], 2)])
     found = []
     for way in ('cpu', 'gpu'):
-        offload = Offload(fold_still(kernel), fold_pair(kernel), way=way, kernels=cuda)
+        offload = Offload(kernel, way=way, kernels=cuda)
         for chosen in (None, units):
             prepared = offload.prepare(frames, grid)
             assert {p.way for p in prepared.pictures} == {way}
@@ -245,7 +245,7 @@ def test_both_ways_of_a_visual_give_the_same(kernels, count):
     assert torch.equal(kept.reshape(-1, 4, 40), every.reshape(-1, 4, 40)[units])
     # Taps that shared memory cannot hold: the CPU does it.
     tall = frame_of('rgba8', 30, 5600)
-    one = Offload(fold_still(kernel), fold_pair(kernel), way='gpu', kernels=cuda)
+    one = Offload(kernel, way='gpu', kernels=cuda)
     prepared = one.prepare([tall], (1, 2, 2))
     one.upload(prepared)
     assert one.embed(prepared).shape == (4, 40)

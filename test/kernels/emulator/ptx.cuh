@@ -14,7 +14,8 @@ inline uint32_t shared_address(const void* p) {
 // Copies arrive when their group is waited for, not before: a read that comes too early gets junk.
 struct Copy {
   uint32_t to;
-  const void* from;
+  const void* from;  // null: zeros
+  int size;
 };
 inline std::vector<std::vector<Copy>>& groups() {
   static const void* owner = nullptr;
@@ -28,28 +29,24 @@ inline std::vector<std::vector<Copy>>& groups() {
 inline void copy_async(uint32_t to, const void* from) {
   if (to % 16 || reinterpret_cast<uintptr_t>(from) % 16) std::abort();
   std::memset(shared + to, 0xcd, 16);
-  groups().back().push_back({to, from});
+  groups().back().push_back({to, from, 16});
+}
+inline void copy_async_word(uint32_t to, const void* from, bool there) {
+  if (to % 4 || reinterpret_cast<uintptr_t>(from) % 4) std::abort();
+  std::memset(shared + to, 0xcd, 4);
+  groups().back().push_back({to, there ? from : nullptr, 4});
 }
 inline void commit_async() { groups().emplace_back(); }
 template <int kLeft>
 void wait_async() {
   auto& mine = groups();  // the last one is not committed yet
   while (mine.size() > kLeft + 1) {
-    for (const Copy& copy : mine.front()) std::memcpy(shared + copy.to, copy.from, 16);
+    for (const Copy& copy : mine.front()) {
+      if (copy.from) std::memcpy(shared + copy.to, copy.from, copy.size);
+      else std::memset(shared + copy.to, 0, copy.size);
+    }
     mine.erase(mine.begin());
   }
-}
-
-inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
-  if (address % 16) std::abort();
-  uint32_t result[4];
-  emulator::exchange(address, [&](const uint32_t* const* all) {
-    const int lane = emulator::lane();
-    for (int matrix = 0; matrix < 4; ++matrix) {
-      std::memcpy(&result[matrix], shared + *all[matrix * 8 + lane / 4] + lane % 4 * 4, 4);
-    }
-  });
-  std::memcpy(r, result, sizeof(r));
 }
 
 struct Fragments {
