@@ -22,7 +22,7 @@ rows that it writes then lie behind ``cache.length``, where nobody reads them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -175,7 +175,7 @@ def step_logits(language: LanguageModel, tokens: list[int], rows: list[Row]) -> 
     return language.logits(x)
 
 
-def check_admission(slots: list[Running | None], row: Row, token: int, vocab: int) -> int:
+def check_admission(slots: Sequence[Running | None], row: Row, token: int, vocab: int) -> int:
     """
     Return the first free slot.
 

@@ -1,0 +1,227 @@
+"""The decoder in CUDA kernels: tokens stay on the device, the host reads them as they appear."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qwen_vl_ros.engine.decoder import (
+    SLOTS,
+    Decoder,
+    Row,
+    Running,
+    TorchDecoder,
+    append_name,
+    check_admission,
+    check_room,
+)
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.engine.generate import Choice
+from qwen_vl_ros.engine.language import LanguageModel
+from qwen_vl_ros.engine.layers import Linear
+from qwen_vl_ros.engine.quant_linear import Int4Linear, Int8GroupLinear, Int8Linear
+from qwen_vl_ros.kernels import decode_layout as layout
+from qwen_vl_ros.kernels.decode import (
+    FINITE,
+    RESULTS,
+    STUCK,
+    DecodeKernels,
+    Matrix,
+    NativeRow,
+    Weights,
+)
+from qwen_vl_ros.kernels.loader import KernelError
+
+LOG = logging.getLogger('qwen_vl_ros.engine')
+
+#: Steps under way at a time: the one waited for and those that the GPU goes on with meanwhile.
+AHEAD = 2
+#: Seconds after which a step that gave no result is an error.
+PATIENCE = 20.0
+#: Seconds of asking without a pause; a step is about one millisecond.
+SPIN = 0.003
+
+
+def make_decoder(language: LanguageModel, slots: int = SLOTS) -> Decoder:
+    """
+    Return the fastest decoder for a model: the kernels where they serve it, else plain torch.
+
+    On a GPU one line of the log says why the kernels are not used.
+    """
+    if language.device.type == 'cuda':
+        try:
+            return CudaDecoder(language, slots)
+        except (FileNotFoundError, KernelError) as error:
+            LOG.warning('decode kernels: %s; plain torch is used instead', error)
+    return TorchDecoder(language, slots)
+
+
+@dataclass
+class Flying(Running):
+    """
+    A sequence in its slot.
+
+    :param taken: number of the next result to read; ``launched`` of the next step to launch.
+    :param mask: of the step under way.
+    """
+
+    taken: int = 0
+    launched: int = 0
+    mask: Tensor | None = None
+
+
+class CudaDecoder:
+    """
+    :class:`~qwen_vl_ros.engine.decoder.Decoder` on :class:`~qwen_vl_ros.kernels.decode`.
+
+    A step of all sequences is one launch; while the host reads one token the GPU computes the
+    next (:data:`AHEAD`), except where a grammar has to see the token first. Steps that nobody asks
+    for any more leave rows behind ``cache.length`` and results that nobody reads. All calls come
+    from one thread at a time and on one stream, that on which the caches were filled.
+
+    Sampling draws with Gumbel noise from (seed, position, token): the same seed gives the same
+    tokens whatever runs beside them, but not those that torch's generator would draw.
+
+    :param language: the weights; they stay where they are.
+    :param slots: sequences at a time, at most 8.
+    :raises FileNotFoundError: when libqwen_vl_decode has not been built.
+    :raises KernelError: for shapes, dtypes or weights that the kernels do not serve.
+    """
+
+    def __init__(self, language: LanguageModel, slots: int = SLOTS) -> None:
+        self.language = language
+        self.kernels = DecodeKernels(*_describe(language))
+        self._slots: list[Flying | None] = [None] * min(slots, SLOTS)
+        self._serial = [0] * len(self._slots)
+        self._logits: Tensor | None = None
+
+    def admit(self, row: Row, token: int) -> int:
+        """See :meth:`Decoder.admit`."""
+        rows = row.cache.rows
+        if rows.dtype != self.language.dtype or rows.device != self.language.device:
+            raise EngineError(
+                ErrorCode.BAD_REQUEST, f'a cache of {rows.dtype} on {rows.device}; the decoder '
+                f'has {self.language.dtype} on {self.language.device}')
+        slot = check_admission(self._slots, row, token, self.language.config.vocab)
+        flying = Flying(row, token, None, taken=self._serial[slot], launched=self._serial[slot])
+        self._slots[slot] = flying
+        self._place(slot, flying)
+        return slot
+
+    def release(self, slot: int) -> None:
+        """See :meth:`Decoder.release`."""
+        flying = self._slots[slot]
+        if flying is not None:
+            self._serial[slot] = flying.launched
+        self._slots[slot] = None
+
+    @torch.inference_mode()
+    def step(self, allowed: Mapping[int, Tensor] | None = None) -> dict[int, Choice]:
+        """See :meth:`Decoder.step`."""
+        masks = allowed or {}
+        active = {slot: s for slot, s in enumerate(self._slots) if s is not None}
+        for slot, s in active.items():
+            check_room(s.row)
+            if slot in masks and s.launched > s.taken:
+                # Steps under way know nothing of the grammar: begin again where the host is.
+                s.taken = s.launched
+                self._place(slot, s)
+            s.mask = masks.get(slot)
+        while True:
+            due = [slot for slot, s in active.items() if s.launched - s.taken < self._target(s)]
+            if not due:
+                break
+            for at in range(0, len(due), self.kernels.rows):
+                self._launch(due[at:at + self.kernels.rows])
+        found = {}
+        for slot, s in active.items():
+            found[slot] = self._wait(slot, s)
+            append_name(s.row, s.token)
+            s.token = found[slot].token
+        return found
+
+    def _target(self, s: Flying) -> int:
+        """Return how many steps of a sequence should be under way."""
+        room = s.row.cache.capacity - s.row.cache.length
+        if s.row.steps is not None:
+            room = min(room, s.row.steps)
+        return max(1, min(1 if s.mask is not None else AHEAD, room))
+
+    def _launch(self, slots: list[int]) -> None:
+        flying = [self._slots[slot] for slot in slots]
+        filtered = any(s.row.sampling.temperature > 0 and (
+            s.row.sampling.top_k > 0 or s.row.sampling.top_p < 1) for s in flying if s)
+        if filtered and self._logits is None:
+            self._logits = torch.empty(
+                (SLOTS, self.language.config.vocab), device=self.language.device)
+        self.kernels.step(slots, [s.mask if s else None for s in flying],
+                          logits=self._logits if filtered else None)
+        for s in flying:
+            if s is not None:
+                s.launched += 1
+
+    def _place(self, slot: int, s: Flying) -> None:
+        sampling, cache = s.row.sampling, s.row.cache
+        self.kernels.admit(slot, NativeRow(
+            cache=cache.rows.data_ptr(), capacity=cache.capacity, seed=s.row.seed & (2**64 - 1),
+            serial=s.taken, length=cache.length, offset=s.row.offset, token=s.token,
+            top_k=sampling.top_k, temperature=sampling.temperature, top_p=sampling.top_p))
+
+    def _wait(self, slot: int, s: Flying) -> Choice:
+        result = self.kernels.results[slot, s.taken % RESULTS]
+        start = time.perf_counter()
+        while result['ready'] != s.taken + 1:
+            waited = time.perf_counter() - start
+            if waited > PATIENCE:
+                torch.cuda.synchronize(self.language.device)  # raises what went wrong, if it knows
+                raise EngineError(
+                    ErrorCode.UNKNOWN, f'a decode step gave no result in {PATIENCE:.0f} s')
+            if waited > SPIN:
+                time.sleep(0.0002)
+        flags = int(result['flags'])
+        if flags & STUCK:
+            raise EngineError(
+                ErrorCode.UNKNOWN, 'a decode step hung: its blocks did not run side by side')
+        s.taken += 1
+        if s.row.steps is not None:
+            s.row = _one_less(s.row)
+        return Choice(int(result['token']), float(result['probability']),
+                      float(result['margin']), bool(flags & FINITE))
+
+
+def _one_less(row: Row) -> Row:
+    return Row(row.cache, row.offset, row.sampling, row.seed, row.named,
+               None if row.steps is None else row.steps - 1)
+
+
+def _describe(language: LanguageModel) -> tuple[layout.Shape, Weights]:
+    """Return a model as the kernels want it described."""
+    config = language.config
+    if config.activation != 'silu':
+        raise KernelError(f'no decode kernel for the activation {config.activation}')
+    layers = [{
+        'norm1': layer.norm1, 'norm2': layer.norm2, 'qkv': _matrix(layer.qkv),
+        'out': _matrix(layer.out), 'gate_up': _matrix(layer.gate_up), 'down': _matrix(layer.down),
+    } for layer in language.layers]
+    head = _matrix(language.head)
+    first = layers[0]['qkv']
+    assert isinstance(first, Matrix)
+    shape = layout.Shape(
+        config.width, config.mlp_width, config.heads, config.kv_heads, config.head_dim,
+        config.vocab, first.form, head.form)
+    return shape, Weights(layers, head, language.norm, language.embedding,
+                          language.frequencies, config.eps)
+
+
+def _matrix(linear: Linear) -> Matrix:
+    if isinstance(linear, Int8Linear):
+        return Matrix(linear.codes, layout.INT8, linear.scales, None, linear.bias)
+    if isinstance(linear, Int4Linear):
+        form = layout.INT8_GROUP if isinstance(linear, Int8GroupLinear) else layout.INT4
+        return Matrix(linear.packed, form, linear.scales, linear.zeros, linear.bias)
+    return Matrix(linear.weight, layout.FLOAT, None, None, linear.bias)

@@ -1,0 +1,236 @@
+"""Face of libqwen_vl_decode: the decode step of the language model in one persistent kernel."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qwen_vl_ros.kernels import decode_layout as layout
+from qwen_vl_ros.kernels.loader import KernelError, library
+
+#: Sequences of a step, and results of each that are kept: QWEN_VL_DECODE_ROWS and _RESULTS.
+ROWS, RESULTS = 8, 64
+FINITE, STUCK = 1, 2
+DTYPES = (torch.bfloat16, torch.float16)
+#: ``qwen_vl_decode_result``.
+RESULT = np.dtype([('token', '<i4'), ('probability', '<f4'), ('margin', '<f4'), ('flags', '<i4'),
+                   ('ready', '<i8'), ('reserved', '<i8')])
+
+_MESSAGE = 512
+_int, _long, _pointer, _float = (ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_float)
+
+
+class NativeMatrix(ctypes.Structure):
+    """``qwen_vl_decode_matrix``."""
+
+    _fields_ = (('weight', _pointer), ('scales', _pointer))
+
+
+class NativeLayer(ctypes.Structure):
+    """``qwen_vl_decode_layer``."""
+
+    _fields_ = (('op', NativeMatrix * 4), ('bias', _pointer), ('norm1', _pointer),
+                ('norm2', _pointer), ('reserved', _pointer))
+
+
+class NativeModel(ctypes.Structure):
+    """``qwen_vl_decode_model``."""
+
+    _fields_ = (
+        *((name, _int) for name in (
+            'dtype', 'form', 'head_form', 'group', 'layers', 'width', 'mlp', 'heads', 'kv_heads',
+            'head_dim', 'vocab', 'blocks', 'parts_out', 'parts_down')),
+        ('eps', _float), ('reserved', _int), ('layer', _pointer), ('head', NativeMatrix),
+        *((name, _pointer) for name in ('norm', 'embedding', 'frequencies', 'ranges',
+                                        'workspace')),
+        ('workspace_bytes', _long))
+
+
+class NativeRow(ctypes.Structure):
+    """``qwen_vl_decode_row``."""
+
+    _fields_ = (('cache', _pointer), ('capacity', _long), ('seed', ctypes.c_uint64),
+                ('serial', _long), ('length', _int), ('offset', _int), ('token', _int),
+                ('top_k', _int), ('temperature', _float), ('top_p', _float),
+                ('reserved', _int * 2))
+
+
+class NativeLaunch(ctypes.Structure):
+    """``qwen_vl_decode_launch``."""
+
+    _fields_ = (('count', _int), ('steps', _int), ('slot', _int * ROWS),
+                ('mask', _pointer * ROWS), ('results', _pointer), ('logits', _pointer))
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """
+    A matrix as the kernel reads it.
+
+    :param weight: floats or codes [out, in or in / 2], contiguous.
+    :param form: of :mod:`~qwen_vl_ros.kernels.decode_layout`.
+    :param scales: float32 [out] of INT8, float16 [out, groups] of grouped forms.
+    :param zeros: integers [out, groups] of grouped forms.
+    :param bias: [out] or ``None``.
+    """
+
+    weight: Tensor
+    form: int
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """
+    Everything that a step reads.
+
+    :param layers: of each layer ``norm1``, ``norm2`` (tensors) and the matrices by name.
+    :param frequencies: float32 [head_dim / 2] of the rotary embedding.
+    """
+
+    layers: Sequence[dict[str, Any]]
+    head: Matrix
+    norm: Tensor
+    embedding: Tensor
+    frequencies: Tensor
+    eps: float
+
+
+class DecodeKernels:
+    """
+    One model's decode step on one GPU.
+
+    Everything runs in the current stream of the device and returns when it is launched. Weights
+    are read where they lie; scales are copied once into the order of the tiles.
+
+    :param shape: sizes and forms.
+    :param weights: on the device; held as long as this object.
+    :param native: the library; ``None`` loads libqwen_vl_decode.
+    :raises FileNotFoundError: when the library has not been built.
+    :raises KernelError: for sizes, forms or devices that it does not serve.
+    """
+
+    def __init__(self, shape: layout.Shape, weights: Weights,
+                 native: ctypes.CDLL | None = None) -> None:
+        self._library = library('qwen_vl_decode') if native is None else native
+        self.device = weights.embedding.device
+        if weights.embedding.dtype not in DTYPES:
+            raise KernelError(f'no decode kernel for {weights.embedding.dtype}')
+        self._kept: list[Any] = [weights]
+        self._model = NativeModel(
+            dtype=DTYPES.index(weights.embedding.dtype), form=shape.form,
+            head_form=shape.head_form, group=128, layers=len(weights.layers), width=shape.width,
+            mlp=shape.mlp, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
+            vocab=shape.vocab, eps=weights.eps)
+        self._groups: set[int] = set()
+        table = (NativeLayer * len(weights.layers))()
+        for native_layer, layer in zip(table, weights.layers):
+            for index, op in enumerate(layout.OPS[:4]):
+                native_layer.op[index] = self._matrix(shape, op, layer[op])
+            native_layer.bias = self._address(layer['qkv'].bias)
+            native_layer.norm1 = self._address(layer['norm1'])
+            native_layer.norm2 = self._address(layer['norm2'])
+        self._model.head = self._matrix(shape, 'head', weights.head)
+        if len(self._groups) > 1:
+            raise KernelError(f'groups of {sorted(self._groups)} inputs in one model')
+        self._model.group = next(iter(self._groups), 128)
+        blocks, rows = _int(), _int()
+        self._call('capacity', ctypes.byref(blocks), ctypes.byref(rows))
+        #: Most sequences that a step can take.
+        self.rows = rows.value
+        plan = layout.plan(shape, blocks.value)
+        self._model.blocks = blocks.value
+        self._model.parts_out, self._model.parts_down = plan.parts_out, plan.parts_down
+        self._model.layer = self._upload(np.frombuffer(bytes(table), np.uint8))
+        self._model.ranges = self._upload(plan.ranges.reshape(-1).view(np.uint8))
+        self._model.norm = self._address(weights.norm)
+        self._model.embedding = self._address(weights.embedding)
+        self._model.frequencies = self._address(weights.frequencies)
+        size = _long()
+        self._call('workspace', ctypes.byref(size))
+        workspace = torch.zeros(size.value, dtype=torch.uint8, device=self.device)
+        self._model.workspace, self._model.workspace_bytes = workspace.data_ptr(), size.value
+        pinned = torch.zeros(ROWS * RESULTS * RESULT.itemsize, dtype=torch.uint8, pin_memory=True)
+        self._kept += [workspace, pinned]
+        #: What the device hands over, in pinned memory: [slot, serial % RESULTS].
+        self.results: np.ndarray = pinned.numpy().view(RESULT).reshape(ROWS, RESULTS)
+        self._pinned = pinned.data_ptr()
+
+    def admit(self, slot: int, row: NativeRow) -> None:
+        """Put a sequence into a slot, after all steps launched so far."""
+        self._call('admit', _int(slot), ctypes.byref(row), self._stream())
+
+    def step(self, slots: Sequence[int], masks: Sequence[Tensor | None] = (), steps: int = 1,
+             logits: Tensor | None = None) -> None:
+        """
+        Run tokens of some sequences.
+
+        :param masks: bool [vocab] on the device or ``None``, for each of ``slots``; live until
+            the step has run.
+        :param steps: tokens in a row.
+        :param logits: float32 [ROWS, vocab] that gets the logits by place in ``slots``; needed
+            where a sequence samples with top_k or top_p, and then ``steps`` is 1.
+        """
+        launch = NativeLaunch(count=len(slots), steps=steps, results=self._pinned)
+        launch.slot[:len(slots)] = slots
+        for i, mask in enumerate(masks):
+            if mask is not None:
+                launch.mask[i] = self._address(mask, keep=False)
+        if logits is not None:
+            launch.logits = self._address(logits, keep=False)
+        self._call('step', ctypes.byref(launch), self._stream())
+
+    def _matrix(self, shape: layout.Shape, op: str, matrix: Matrix) -> NativeMatrix:
+        wanted = shape.head_form if op == 'head' else shape.form
+        if matrix.form != wanted:
+            raise KernelError(f'{op} has form {matrix.form}, the others {wanted}')
+        size = {layout.FLOAT: 2, layout.INT4: 0.5}.get(wanted, 1)
+        if matrix.weight.nbytes != shape.outputs(op) * int(shape.inputs(op) * size):
+            raise KernelError(f'{op} has {matrix.weight.nbytes} bytes')
+        scales = None
+        if matrix.scales is not None:
+            rows = layout.tile_rows(shape, op)
+            if matrix.zeros is None:
+                scales = layout.channel_scales(matrix.scales, rows)
+            else:
+                try:
+                    scales, group = layout.group_scales(
+                        matrix.scales, matrix.zeros, rows, shape.inputs(op))
+                except ValueError as error:
+                    raise KernelError(f'{op}: {error}') from error
+                self._groups.add(group)
+        return NativeMatrix(self._address(matrix.weight), self._address(scales))
+
+    def _address(self, tensor: Tensor | None, keep: bool = True) -> int | None:
+        if tensor is None:
+            return None
+        if tensor.device != self.device or not tensor.is_contiguous():
+            raise KernelError(f'a tensor on {tensor.device}, contiguous '
+                              f'{tensor.is_contiguous()}; the kernels are on {self.device}')
+        if keep:
+            if tensor.data_ptr() % 16:
+                raise KernelError('a tensor does not lie at a multiple of 16 bytes')
+            self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _upload(self, data: np.ndarray) -> int | None:
+        return self._address(torch.from_numpy(data.copy()).to(self.device))
+
+    def _stream(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def _call(self, name: str, *arguments: object) -> None:
+        message = ctypes.create_string_buffer(_MESSAGE)
+        with torch.cuda.device(self.device):
+            code = getattr(self._library, f'qwen_vl_decode_{name}')(
+                ctypes.byref(self._model), *arguments, message, ctypes.c_size_t(_MESSAGE))
+        if code:
+            raise KernelError(message.value.decode(errors='replace'), code)
