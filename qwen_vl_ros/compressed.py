@@ -7,7 +7,6 @@ import zlib
 
 import cv2
 import numpy as np
-import simplejpeg
 
 #: Larger pictures are refused by their header (8192x8192; 200 MB as RGB).
 MAX_PIXELS = 1 << 26
@@ -133,6 +132,8 @@ def _decode_cleaned(data: bytes) -> np.ndarray:
 
 def _jpeg(data: memoryview, *, strict: bool) -> np.ndarray:
     """Decode to [H, W, 1 or 3]; lenient decoding passes over what libjpeg can repair."""
+    import simplejpeg  # where no compressed picture comes in, nothing but this misses it
+
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data, strict=False)
     except KeyError:

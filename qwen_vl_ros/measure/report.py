@@ -15,7 +15,6 @@ from typing import Any
 
 import cv2
 import numpy as np
-import simplejpeg
 
 from qwen_vl_ros import __version__
 from qwen_vl_ros.engine.types import Answer
@@ -127,6 +126,8 @@ def thumbnail(frame: Frame, side: int = PICTURE_SIDE) -> bytes:
     if scale < 1:
         size = (max(1, round(frame.width * scale)), max(1, round(frame.height * scale)))
         rgb = cv2.resize(rgb, size, interpolation=cv2.INTER_AREA)
+    import simplejpeg  # for reports alone: figures are had without it
+
     return simplejpeg.encode_jpeg(np.ascontiguousarray(rgb), 85)
 
 
