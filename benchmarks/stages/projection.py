@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from benchmarks.records import CannotRun, Record, median, record
 from benchmarks.stages import _processors as processors
+from qwen_vl_ros.engine.embedding import still_projection
 from qwen_vl_ros.engine.patches import IMAGE_MEAN, IMAGE_STD, smart_resize
 from qwen_vl_ros.engine.vision import fold_still
 from qwen_vl_ros.frame import Frame
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> list[Record]:
     torch.manual_seed(0)
     conv = torch.randn(WIDTH, 3, 2, 14, 14, device='cuda').mul_(0.03).bfloat16()
     weight, bias = fold_still(conv)
-    bench = Bench(args, kernels, conv, Projection.make(weight, bias), weight, bias)
+    bench = Bench(args, kernels, conv, still_projection(conv, torch.float16), weight, bias)
     found = bench.errors()
     found += bench.copy()
     for count in (1564, 4784):
@@ -129,7 +130,7 @@ class Bench:
         for name, dtype in (('bf16', torch.bfloat16), ('fp32', torch.float32)):
             ours = relative(self.kernels.project(patches, self.projection, dtype=dtype))
             found.append(record(
-                'projection', {'path': 'cuda', 'variant': f'bf16 weights, {name} out'},
+                'projection', {'path': 'cuda', 'variant': f'fp16 weights, {name} out'},
                 'relative_error', ours, '', baseline=('transformers bf16 Conv3d', theirs),
                 note='Frobenius norm against float64'))
         return found
@@ -142,7 +143,9 @@ class Bench:
         n = len(patches)
         centred = [p.bfloat16() - 128 for p in patches]
         padded = [F.pad(c, (0, 608 - 588)) for c in centred]
-        wide = self.projection.weight[:WIDTH].contiguous()
+        wide = F.pad(self.weight, (0, 608 - 588))
+        # The offset of 128 in the bias: the bytes are converted by one copy, nothing else.
+        shifted = (self.bias.double() - 128 * self.weight.double().sum(1)).bfloat16()
 
         def keep(make: Callable[[int], torch.Tensor]) -> Callable[[int], None]:
             held: list[torch.Tensor | None] = [None] * n
@@ -153,9 +156,12 @@ class Bench:
             return call
 
         ways: dict[str, Callable[[int], None]] = {
-            'ours, uint8 in': keep(lambda i: self.kernels.project(patches[i], self.projection)),
-            'cuBLASLt, uint8 in': keep(lambda i: F.linear(
+            'ours, uint8 in': keep(lambda i: self.kernels.project(
+                patches[i], self.projection, dtype=torch.bfloat16)),
+            'cuBLASLt, uint8 in, K 588': keep(lambda i: F.linear(
                 patches[i].bfloat16() - 128, self.weight, self.bias)),
+            'cuBLASLt, uint8 in, K 608': keep(lambda i: (
+                padded[i][:, :588].copy_(patches[i]), F.linear(padded[i], wide, shifted))[1]),
             'cuBLASLt, bf16 in, K 588': keep(lambda i: F.linear(
                 centred[i], self.weight, self.bias)),
             'cuBLASLt, bf16 in, K 608': keep(lambda i: F.linear(padded[i], wide, self.bias)),
@@ -188,8 +194,10 @@ class Bench:
         same = kernels.patches(frame, pixels[0], new_height, new_width)
         if not np.array_equal(same.cpu().numpy(), Patcher().patches(frame, new_height, new_width)):
             raise CannotRun(f'{name}: the bytes of GPU and CPU differ')
-        if not torch.equal(kernels.embed(frame, pixels[0], new_height, new_width, projection),
-                           kernels.project(same, projection)):
+        out = torch.bfloat16
+        if not torch.equal(
+                kernels.embed(frame, pixels[0], new_height, new_width, projection, dtype=out),
+                kernels.project(same, projection, dtype=out)):
             raise CannotRun(f'{name}: fused and separate embeddings differ')
         held: list[torch.Tensor | None] = [None] * n
 
@@ -198,10 +206,12 @@ class Bench:
 
         def separate(i: int) -> None:
             held[i % n] = kernels.project(
-                kernels.patches(frame, pixels[i % n], new_height, new_width), projection)
+                kernels.patches(frame, pixels[i % n], new_height, new_width), projection,
+                dtype=out)
 
         def fused(i: int) -> None:
-            held[i % n] = kernels.embed(frame, pixels[i % n], new_height, new_width, projection)
+            held[i % n] = kernels.embed(
+                frame, pixels[i % n], new_height, new_width, projection, dtype=out)
 
         case = {'size': name, 'resized': f'{new_width}x{new_height}', 'encoding': 'rgb8',
                 'dtype': 'bf16', 'path': 'cuda'}
@@ -231,7 +241,8 @@ class Bench:
             fused(i)
 
         def in_place(i: int) -> None:
-            held[i % n] = kernels.embed(frame, pinned, new_height, new_width, projection)
+            held[i % n] = kernels.embed(
+                frame, pinned, new_height, new_width, projection, dtype=out)
 
         for variant, call in (('pinned frame, copied, to embeddings', uploaded),
                               ('pinned frame, read in place, to embeddings', in_place)):
