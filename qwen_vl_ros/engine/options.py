@@ -60,6 +60,8 @@ class Options:
     :param cache_bytes: most memory of all caches; 0 is no limit. Fewer requests then run beside
         each other.
     :param selector: chooses units where a request's keep_ratio is under 1.
+    :param preprocess: where pictures become patch embeddings: cpu, gpu, or auto, which measures
+        both for every size of picture (see offload.py).
     """
 
     max_context: int = 4096
@@ -71,6 +73,7 @@ class Options:
     max_sequences: int = 1
     cache_bytes: int = 0
     selector: Selector = uniform_keep
+    preprocess: str = 'auto'
 
 
 def cache_count(options: Options, one: int) -> int:
