@@ -140,8 +140,9 @@ class CudaEncoder:
             rows, tiles = bucket(layout.count), _bucket_tiles(layout.tiles.shape[0])
             try:
                 self._reserve(rows, tiles)
-                self._fill(x, layout, rows, tiles)
-                self.graphs.run((rows, tiles), lambda: self._body(rows, tiles))
+                self.graphs.run(
+                    (rows, tiles), lambda: self._fill(x, layout, rows, tiles),
+                    lambda: self._body(rows, tiles), lambda: self.tune(rows))
             except Exception:
                 self.release()
                 raise

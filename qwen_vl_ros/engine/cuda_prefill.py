@@ -141,14 +141,17 @@ class CudaPrefill:
         span = torch.tensor(
             [where.data_ptr(), where.stride(0), where.stride(1), where.stride(2), start, n],
             dtype=torch.int64, pin_memory=True)
-        self._span.copy_(span, non_blocking=True)
-        self._x[:n].copy_(x)
-        places = self._positions[:3 * rows].view(3, rows)
-        places[:, :n].copy_(positions)
-        if rows > n:
-            self._x[n:rows].zero_()
-            places[:, n:].zero_()
-        self.graphs.run(rows, lambda: self._body(rows))
+
+        def fill() -> None:
+            self._span.copy_(span, non_blocking=True)
+            self._x[:n].copy_(x)
+            places = self._positions[:3 * rows].view(3, rows)
+            places[:, :n].copy_(positions)
+            if rows > n:
+                self._x[n:rows].zero_()
+                places[:, n:].zero_()
+
+        self.graphs.run(rows, fill, lambda: self._body(rows), lambda: self.tune(rows))
 
     def _reserve(self, rows: int) -> None:
         """Make room for a bucket; larger buffers are other buffers, which no graph knows."""

@@ -19,11 +19,13 @@ class Captured:
     What one capture has cost.
 
     :param key: of the bucket.
+    :param prepare_ms: of choices made by timing, where none were remembered; on the host.
     :param ms: of the first run and the capture, on the host.
     :param bytes: that the device had less of afterwards.
     """
 
     key: Hashable
+    prepare_ms: float
     ms: float
     bytes: int
 
@@ -50,17 +52,24 @@ class Graphs:
         """Return the number of graphs held."""
         return len(self._graphs)
 
-    def run(self, key: Hashable, body: Callable[[], None]) -> None:
+    def run(
+        self, key: Hashable, fill: Callable[[], None], body: Callable[[], None],
+        prepare: Callable[[], None],
+    ) -> None:
         """
-        Do what ``body`` does, in the current stream.
+        Fill the buffers and do what ``body`` does to them, in the current stream.
 
         :param key: bodies of one key do the same to the same memory.
+        :param fill: writes the inputs, which the body may spoil.
         :param body: launches work in the current stream and waits for nothing. At first use it is
-            called twice: once to run, once to be captured.
+            called twice: once so that all is set up, once to be captured.
+        :param prepare: called once before a capture; may wait for the device.
         """
+        fill()
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._capture(key, body)
+            graph = self._capture(key, body, prepare)
+            fill()
         self._graphs.move_to_end(key)
         graph.replay()
 
@@ -68,8 +77,12 @@ class Graphs:
         """Give all graphs up."""
         self._graphs.clear()
 
-    def _capture(self, key: Hashable, body: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _capture(
+        self, key: Hashable, body: Callable[[], None], prepare: Callable[[], None],
+    ) -> torch.cuda.CUDAGraph:
         started = time.monotonic()
+        prepare()
+        ready = time.monotonic()
         free = torch.cuda.mem_get_info(self._device)[0]
         outer = torch.cuda.current_stream(self._device)
         if self._stream is None:
@@ -88,9 +101,9 @@ class Graphs:
         while len(self._graphs) >= self._most:
             self._graphs.popitem(last=False)
         self._graphs[key] = graph
-        took = Captured(key, (time.monotonic() - started) * 1e3,
+        took = Captured(key, (ready - started) * 1e3, (time.monotonic() - ready) * 1e3,
                         max(0, free - torch.cuda.mem_get_info(self._device)[0]))
         self.captured.append(took)
-        LOG.info('%s: graph for %s captured in %.1f ms, %.1f MB', self._name, key, took.ms,
-                 took.bytes / 1e6)
+        LOG.info('%s: graph for %s captured in %.1f ms after %.1f ms of choosing, %.1f MB',
+                 self._name, key, took.ms, took.prepare_ms, took.bytes / 1e6)
         return graph

@@ -7,6 +7,8 @@ namespace qwen_vl {
 namespace {
 
 constexpr int kThreads = 256;
+// Chunks of 16 bytes that a thread has on their way.
+constexpr int kAtOnce = 4;
 constexpr int kRowThreads = 128;
 // Chunks that a thread of activate_rows_s8 keeps in registers: 8192 elements a row.
 constexpr int kRowChunks = 8;
@@ -23,12 +25,22 @@ __device__ inline float activation(float x) {
 
 template <class T, int kKind>
 __global__ void __launch_bounds__(kThreads) activate(const T* x, T* out, int64_t chunks) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= chunks) return;
-  Eight values = Eight::load(x + i * 8);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kAtOnce + threadIdx.x;
+  uint4 raw[kAtOnce];
 #pragma unroll
-  for (float& v : values.v) v = activation<kKind>(v);
-  values.store(out + i * 8);
+  for (int j = 0; j < kAtOnce; ++j) {
+    const int64_t i = first + j * kThreads;
+    if (i < chunks) raw[j] = *reinterpret_cast<const uint4*>(x + i * 8);
+  }
+#pragma unroll
+  for (int j = 0; j < kAtOnce; ++j) {
+    const int64_t i = first + j * kThreads;
+    if (i >= chunks) break;
+    Eight values = Eight::of<T>(raw[j]);
+#pragma unroll
+    for (float& v : values.v) v = activation<kKind>(v);
+    values.store(out + i * 8);
+  }
 }
 
 template <class T, int kKind>
@@ -130,8 +142,10 @@ extern "C" int qwen_vl_activate(const qwen_vl_rows* rows, int32_t kind, const vo
   const int64_t chunks = static_cast<int64_t>(rows->rows) * rows->width / 8;
   dispatch(rows->dtype, kind, [&](auto type, auto k) {
     using T = decltype(type);
-    activate<T, decltype(k)::value><<<blocks(chunks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const T*>(x), static_cast<T*>(out), chunks);
+    activate<T, decltype(k)::value>
+        <<<blocks((chunks + kAtOnce - 1) / kAtOnce), kThreads, 0,
+           static_cast<cudaStream_t>(stream)>>>(static_cast<const T*>(x), static_cast<T*>(out),
+                                                chunks);
   });
   return launched("activation", message, size);
 }

@@ -2,51 +2,43 @@
 // (FlashAttention-2, Dao 2023), heads of 64, 80 and 128 channels at their own cost.
 //
 //     a block      4 warps of 16 or 32 queries of one head; 64 keys at a time, two tiles of keys
-//                  and values in shared memory (cp.async)
+//                  and values in shared memory (cp.async). A prompt has few blocks: there 8 warps,
+//                  of which two share queries and take every other tile of keys
 //     a product    m16n8k16; 80 channels are 5 steps of scores and 10 columns of results
 //     rows         in shared memory are an odd number of 16-byte chunks apart: no bank conflicts
-#include <ptx.cuh>
-
 #include "attention.cuh"
+#include "mma.cuh"
 #include "status.h"
 
 namespace qwen_vl {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kGroupThreads = 128;
 constexpr int kKeys = 64;
 constexpr int kStages = 2;
 
-template <int kDim, int kSub>
+// kSub: sets of 16 queries of a warp. kGroups: groups of four warps that share the queries.
+template <int kDim, int kSub, int kGroups>
 struct Shape {
+  static constexpr int kThreads = kGroups * kGroupThreads;
   static constexpr int kQueries = 64 * kSub;
   static constexpr int kStride = kDim + 8;  // elements
   static constexpr int kTile = kKeys * kStride;
-  static constexpr int kSharedBytes = (kQueries * kStride + 2 * kStages * kTile) * 2;
+  static constexpr int kStage = 2 * kGroups * kTile;  // keys and values of every group
+  static constexpr int kSharedBytes = (kQueries * kStride + kStages * kStage) * 2;
+  // What a lane hands over to the group that sums up: results, largest scores, sums.
+  static constexpr int kHandOver = kSub * (kDim / 2 + 4);
   static constexpr int kChunks = kDim / 8;
   static constexpr int kSteps = kDim / 16;
   static_assert(kStride / 8 % 2 == 1, "rows must not share banks");
   static_assert(kSharedBytes <= 163 * 1024, "what a block may take on sm_87");
+  static_assert((kGroups - 1) * kHandOver * kGroupThreads * 4 <= kStages * kStage * 2, "fits");
 };
-
-// 16 bytes, or zeros where there is nothing to read.
-__device__ inline void copy_or_zero(uint32_t to, const void* from, bool there) {
-  const int bytes = there ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
-               : "memory");
-}
-
-__device__ inline void load_transposed(uint32_t (&r)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
 
 template <class S, int kRows, class T>
 __device__ inline void load_rows(uint32_t to, const T* from, int64_t stride, int first, int end) {
 #pragma unroll
-  for (int i = threadIdx.x; i < kRows * S::kChunks; i += kThreads) {
+  for (int i = threadIdx.x; i < kRows * S::kChunks; i += S::kThreads) {
     const int row = i / S::kChunks, chunk = i % S::kChunks;
     const bool there = first + row < end;
     const T* const at = from + (there ? first + row : first) * stride + chunk * 8;
@@ -54,11 +46,12 @@ __device__ inline void load_rows(uint32_t to, const T* from, int64_t stride, int
   }
 }
 
-template <class T, int kDim, int kSub, bool kCached>
-__global__ void __launch_bounds__(kThreads) attend(const Attention<T> p) {
-  using S = Shape<kDim, kSub>;
+template <class T, int kDim, int kSub, int kGroups, bool kCached>
+__global__ void __launch_bounds__(kGroups* kGroupThreads) attend(const Attention<T> p) {
+  using S = Shape<kDim, kSub, kGroups>;
   extern __shared__ __align__(16) uint8_t memory[];
-  const int head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int head = blockIdx.y, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int group = threadIdx.x / kGroupThreads;
   int first_query, end_query, first_key, end_key, past = 0;
   const T *keys = p.k, *values = p.v;
   if (kCached) {
@@ -82,12 +75,16 @@ __global__ void __launch_bounds__(kThreads) attend(const Attention<T> p) {
   const uint32_t ring_at = queries_at + S::kQueries * S::kStride * 2;
   load_rows<S, S::kQueries>(queries_at, p.q + head * p.q_head, p.q_row, first_query, end_query);
   const int tiles = (end_key - first_key + kKeys - 1) / kKeys;
-  const auto load = [&](int tile) {
-    if (tile < tiles) {
-      const uint32_t to = ring_at + tile % kStages * 2 * S::kTile * 2;
-      const int first = first_key + tile * kKeys;
-      load_rows<S, kKeys>(to, keys, p.kv_row, first, end_key);
-      load_rows<S, kKeys>(to + S::kTile * 2, values, p.kv_row, first, end_key);
+  const auto load = [&](int stage) {
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const int tile = stage * kGroups + i;
+      if (tile < tiles) {
+        const uint32_t to = ring_at + (stage % kStages * S::kStage + i * 2 * S::kTile) * 2;
+        const int first = first_key + tile * kKeys;
+        load_rows<S, kKeys>(to, keys, p.kv_row, first, end_key);
+        load_rows<S, kKeys>(to + S::kTile * 2, values, p.kv_row, first, end_key);
+      }
     }
     commit_async();
   };
@@ -108,11 +105,15 @@ __global__ void __launch_bounds__(kThreads) attend(const Attention<T> p) {
   float result[kSub][kDim / 8][4] = {};
   Softmax softmax[kSub];
 
-  for (int tile = 0; tile < tiles; ++tile) {
-    load(tile + 1);
+  for (int stage = 0; stage * kGroups < tiles; ++stage) {
+    if (stage) __syncthreads();  // the next tiles go where the last ones lie
+    load(stage + 1);
     wait_async<1>();
     __syncthreads();
-    const uint32_t keys_at = ring_at + tile % kStages * 2 * S::kTile * 2;
+    const int tile = stage * kGroups + group;
+    if (tile >= tiles) continue;
+    const uint32_t keys_at =
+        ring_at + (stage % kStages * S::kStage + group * 2 * S::kTile) * 2;
     const uint32_t values_at = keys_at + S::kTile * 2;
     float scores[kSub][kKeys / 8][4] = {};
 #pragma unroll
@@ -179,7 +180,52 @@ __global__ void __launch_bounds__(kThreads) attend(const Attention<T> p) {
         }
       }
     }
-    __syncthreads();  // the tile after the next goes where this one lies
+  }
+
+  if constexpr (kGroups == 2) {
+    // The second group leaves what it has where the tiles were; the first adds it to its own.
+    float* const left = reinterpret_cast<float*>(memory + S::kQueries * S::kStride * 2) +
+                        threadIdx.x % kGroupThreads;
+    wait_async<0>();
+    __syncthreads();
+    int at = 0;
+    const auto hand = [&](float& own) { left[at++ * kGroupThreads] = own; };
+    const auto take = [&]() { return left[at++ * kGroupThreads]; };
+    if (group) {
+#pragma unroll
+      for (int sub = 0; sub < kSub; ++sub) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          hand(softmax[sub].largest[r]);
+          hand(softmax[sub].sum[r]);
+        }
+#pragma unroll
+        for (auto& column : result[sub]) {
+#pragma unroll
+          for (float& value : column) hand(value);
+        }
+      }
+    }
+    __syncthreads();
+    if (group) return;
+#pragma unroll
+    for (int sub = 0; sub < kSub; ++sub) {
+      float own[2], other[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float largest = take(), sum = take();
+        const float most = fmaxf(softmax[sub].largest[r], largest);
+        const float base = most == -INFINITY ? 0.0f : most * p.scale;
+        own[r] = power_of_two(softmax[sub].largest[r] * p.scale - base);
+        other[r] = power_of_two(largest * p.scale - base);
+        softmax[sub].sum[r] = softmax[sub].sum[r] * own[r] + sum * other[r];
+      }
+#pragma unroll
+      for (auto& column : result[sub]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) column[i] = column[i] * own[i / 2] + take() * other[i / 2];
+      }
+    }
   }
 
 #pragma unroll
@@ -201,14 +247,15 @@ __global__ void __launch_bounds__(kThreads) attend(const Attention<T> p) {
   }
 }
 
-template <class T, int kDim, int kSub, bool kCached>
+template <class T, int kDim, bool kCached>
 cudaError_t launch(const Attention<T>& p, int tiles, int heads, cudaStream_t stream) {
-  using S = Shape<kDim, kSub>;
-  const auto kernel = attend<T, kDim, kSub, kCached>;
+  constexpr int kSub = kCached ? 1 : 2, kGroups = kCached ? 2 : 1;
+  using S = Shape<kDim, kSub, kGroups>;
+  const auto kernel = attend<T, kDim, kSub, kGroups, kCached>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
   if (error) return error;
-  kernel<<<dim3(tiles, heads), kThreads, S::kSharedBytes, stream>>>(p);
+  kernel<<<dim3(tiles, heads), S::kThreads, S::kSharedBytes, stream>>>(p);
   return cudaSuccess;
 }
 
@@ -243,10 +290,10 @@ Attention<T> of_qkv(const qwen_vl_heads& h, const void* qkv, void* out, float sc
 
 template <class T, bool kCached>
 cudaError_t by_dim(const qwen_vl_heads& h, const Attention<T>& p, int tiles, cudaStream_t stream) {
-  if (h.head_dim == 64) return launch<T, 64, kCached ? 1 : 2, kCached>(p, tiles, h.heads, stream);
-  if (h.head_dim == 80) return launch<T, 80, kCached ? 1 : 2, kCached>(p, tiles, h.heads, stream);
+  if (h.head_dim == 64) return launch<T, 64, kCached>(p, tiles, h.heads, stream);
+  if (h.head_dim == 80) return launch<T, 80, kCached>(p, tiles, h.heads, stream);
   // 128 channels of two sets of rows do not fit into the registers.
-  if constexpr (kCached) return launch<T, 128, 1, kCached>(p, tiles, h.heads, stream);
+  if constexpr (kCached) return launch<T, 128, kCached>(p, tiles, h.heads, stream);
   return cudaErrorInvalidValue;
 }
 

@@ -63,14 +63,15 @@ struct Softmax {
       const float base = most == -INFINITY ? 0.0f : most * scale;
       correction[r] = power_of_two(largest[r] * scale - base);
       largest[r] = most;
-      float total = 0.0f;
+      float even = 0.0f, odd = 0.0f;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) {
         s[i][2 * r] = power_of_two(fmaf(s[i][2 * r], scale, -base));
         s[i][2 * r + 1] = power_of_two(fmaf(s[i][2 * r + 1], scale, -base));
-        total += s[i][2 * r] + s[i][2 * r + 1];
+        even += s[i][2 * r];
+        odd += s[i][2 * r + 1];
       }
-      sum[r] = sum[r] * correction[r] + total;
+      sum[r] = sum[r] * correction[r] + even + odd;
     }
     return {correction[0], correction[1]};
   }

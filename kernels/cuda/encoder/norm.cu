@@ -45,6 +45,16 @@ __global__ void __launch_bounds__(kWarps * 32) norm_rows(const Norm<T> p) {
 #pragma unroll
     for (float v : values[i].v) sum += v;
   }
+  // On their way while the sums are taken.
+  uint4 weights[kChunks], biases[kChunks];
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    const int chunk = i * 32 + lane;
+    if (chunk < chunks) {
+      weights[i] = *reinterpret_cast<const uint4*>(p.weight + chunk * 8);
+      if (p.bias) biases[i] = *reinterpret_cast<const uint4*>(p.bias + chunk * 8);
+    }
+  }
   const float mean = p.bias ? warp_sum(sum) / p.width : 0.0f;
   float squares = 0.0f;
 #pragma unroll
@@ -60,11 +70,11 @@ __global__ void __launch_bounds__(kWarps * 32) norm_rows(const Norm<T> p) {
   for (int i = 0; i < kChunks; ++i) {
     const int chunk = i * 32 + lane;
     if (chunk >= chunks) continue;
-    const Eight weight = Eight::load(p.weight + chunk * 8);
+    const Eight weight = Eight::of<T>(weights[i]);
 #pragma unroll
     for (int j = 0; j < 8; ++j) values[i].v[j] = (values[i].v[j] - mean) * factor * weight.v[j];
     if (p.bias) {
-      const Eight bias = Eight::load(p.bias + chunk * 8);
+      const Eight bias = Eight::of<T>(biases[i]);
 #pragma unroll
       for (int j = 0; j < 8; ++j) values[i].v[j] += bias.v[j];
     }

@@ -4,8 +4,7 @@
 //     a block      8 warps, 128 rows x 128 columns; a warp 64 x 32 as 4 x 4 products m16n8k32
 //     ring         three stages of 128 inputs (cp.async); a row is 8 chunks of 16 bytes, and chunk c
 //                  of row r lies in place c ^ (r % 8): no bank conflicts
-#include <ptx.cuh>
-
+#include "mma.cuh"
 #include "status.h"
 #include "vector.cuh"
 
@@ -29,20 +28,6 @@ struct Product {
   T* out;
   int rows, outs, ins;
 };
-
-__device__ inline void copy_or_zero(uint32_t to, const void* from, bool there) {
-  const int bytes = there ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
-               : "memory");
-}
-
-__device__ inline void multiply_s8(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 __device__ inline void load_tile(uint32_t to, const int8_t* from, int first, int end, int stride) {
 #pragma unroll

@@ -8,7 +8,7 @@ namespace qwen_vl {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kHeadsAThread = 8;
+constexpr int kHeadsAThread = 4;
 
 // Turns channel c with c + half: (a, b) -> (a cos - b sin, b cos + a sin).
 __device__ inline void turn(Eight& low, Eight& high, const float2 (&angles)[8]) {
@@ -35,13 +35,19 @@ __global__ void __launch_bounds__(kThreads)
     const int c = chunk * 8 + j;
     angles[j] = c < quarter ? turns[spot.x * quarter + c] : turns[spot.y * quarter + c - quarter];
   }
-  T* at = qkv + (static_cast<int64_t>(row) * 3 * heads + group * kHeadsAThread) * head_dim + chunk * 8;
+  T* const at = qkv + (static_cast<int64_t>(row) * 3 * heads + group * kHeadsAThread) * head_dim + chunk * 8;
+  uint4 raw[kHeadsAThread][2];
 #pragma unroll
-  for (int h = 0; h < kHeadsAThread; ++h, at += head_dim) {
-    Eight low = Eight::load(at), high = Eight::load(at + half);
+  for (int h = 0; h < kHeadsAThread; ++h) {
+    raw[h][0] = *reinterpret_cast<const uint4*>(at + h * head_dim);
+    raw[h][1] = *reinterpret_cast<const uint4*>(at + h * head_dim + half);
+  }
+#pragma unroll
+  for (int h = 0; h < kHeadsAThread; ++h) {
+    Eight low = Eight::of<T>(raw[h][0]), high = Eight::of<T>(raw[h][1]);
     turn(low, high, angles);
-    low.store(at);
-    high.store(at + half);
+    low.store(at + h * head_dim);
+    high.store(at + h * head_dim + half);
   }
 }
 

@@ -37,24 +37,53 @@ __device__ inline void publish_shared() {
 
 #define QWEN_VL_R4(x, i) "+f"(x[i][0]), "+f"(x[i][1]), "+f"(x[i][2]), "+f"(x[i][3])
 
-#define QWEN_VL_SCORES(type)                                                                     \
-  asm volatile(                                                                                  \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                               \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                                \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "  \
-      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, %32, %33, p, 1, 1, 0, " \
-      "0;\n}"                                                                                    \
-      : QWEN_VL_R4(c, 0), QWEN_VL_R4(c, 1), QWEN_VL_R4(c, 2), QWEN_VL_R4(c, 3),                  \
-        QWEN_VL_R4(c, 4), QWEN_VL_R4(c, 5), QWEN_VL_R4(c, 6), QWEN_VL_R4(c, 7)                   \
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+#define QWEN_VL_SCORES_112(type)                                                                  \
+  asm volatile(                                                                                   \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %61, 0;\n"                                                \
+      "wgmma.mma_async.sync.aligned.m64n112k16.f32." type "." type " {"                           \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "               \
+      "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "               \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "               \
+      "%47, %48, %49, %50, %51, %52, %53, %54, %55}, "                                            \
+      "{%56, %57, %58, %59}, %60, p, 1, 1, 0;\n}"                                                 \
+      : QWEN_VL_R4(c, 0), QWEN_VL_R4(c, 1), QWEN_VL_R4(c, 2), QWEN_VL_R4(c, 3),                   \
+        QWEN_VL_R4(c, 4), QWEN_VL_R4(c, 5), QWEN_VL_R4(c, 6), QWEN_VL_R4(c, 7),                   \
+        QWEN_VL_R4(c, 8), QWEN_VL_R4(c, 9), QWEN_VL_R4(c, 10), QWEN_VL_R4(c, 11),                 \
+        QWEN_VL_R4(c, 12), QWEN_VL_R4(c, 13)                                                      \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)))
 
-// c[64x64] (+)= a[64x16] * b[64x16]^T, both in shared memory, K-major.
-__device__ inline void multiply_scores(float (&c)[8][4], uint64_t a, uint64_t b, bool add,
-                                       __nv_bfloat16) {
-  QWEN_VL_SCORES("bf16");
+#define QWEN_VL_SCORES_128(type)                                                                  \
+  asm volatile(                                                                                   \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {"                           \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "               \
+      "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "               \
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "               \
+      "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "               \
+      "%62, %63}, "                                                                               \
+      "{%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"                                                 \
+      : QWEN_VL_R4(c, 0), QWEN_VL_R4(c, 1), QWEN_VL_R4(c, 2), QWEN_VL_R4(c, 3),                   \
+        QWEN_VL_R4(c, 4), QWEN_VL_R4(c, 5), QWEN_VL_R4(c, 6), QWEN_VL_R4(c, 7),                   \
+        QWEN_VL_R4(c, 8), QWEN_VL_R4(c, 9), QWEN_VL_R4(c, 10), QWEN_VL_R4(c, 11),                 \
+        QWEN_VL_R4(c, 12), QWEN_VL_R4(c, 13), QWEN_VL_R4(c, 14), QWEN_VL_R4(c, 15)                \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)))
+
+// c[64 x keys] (+)= a[64x16] * b[keys x 16]^T, a in registers, b in shared memory, K-major.
+__device__ inline void multiply_scores(float (&c)[14][4], const uint32_t (&a)[4], uint64_t b,
+                                       bool add, __nv_bfloat16) {
+  QWEN_VL_SCORES_112("bf16");
 }
-__device__ inline void multiply_scores(float (&c)[8][4], uint64_t a, uint64_t b, bool add, __half) {
-  QWEN_VL_SCORES("f16");
+__device__ inline void multiply_scores(float (&c)[14][4], const uint32_t (&a)[4], uint64_t b,
+                                       bool add, __half) {
+  QWEN_VL_SCORES_112("f16");
+}
+__device__ inline void multiply_scores(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b,
+                                       bool add, __nv_bfloat16) {
+  QWEN_VL_SCORES_128("bf16");
+}
+__device__ inline void multiply_scores(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b,
+                                       bool add, __half) {
+  QWEN_VL_SCORES_128("f16");
 }
 
 #define QWEN_VL_RESULT(type)                                                                     \
@@ -79,7 +108,8 @@ __device__ inline void multiply_result(float (&c)[10][4], const uint32_t (&a)[4]
 }
 
 #undef QWEN_VL_RESULT
-#undef QWEN_VL_SCORES
+#undef QWEN_VL_SCORES_112
+#undef QWEN_VL_SCORES_128
 #undef QWEN_VL_R4
 
 }  // namespace qwen_vl
