@@ -8,10 +8,8 @@ of them sees an answer or an evidence mask, but 'oracle', which is named so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from random import Random
 
 import numpy as np
 import torch
@@ -28,7 +26,7 @@ from qwen_vl_ros.saliency.gradient import contrast, gradient_magnitude
 from qwen_vl_ros.saliency.head import SaliencyHead
 from qwen_vl_ros.saliency.motion import MotionSignal
 from qwen_vl_ros.saliency.next_frame import join, widen
-from qwen_vl_ros.saliency.select import UnitSelector, normalised, threshold_keep
+from qwen_vl_ros.saliency.select import UnitSelector, threshold_keep
 from tools.distil_head.batched import CLOSED, Picture, TinyBatch, grad_cam, right
 from tools.distil_head.coarse import shrink
 from tools.distil_head.roboscene import (
@@ -39,7 +37,6 @@ from tools.distil_head.roboscene import (
     head_scores,
 )
 from tools.train_tiny.data import item_batch
-from tools.train_tiny.step import render_batch
 
 
 def first_margin(logits: Tensor, labels: Tensor) -> Tensor:

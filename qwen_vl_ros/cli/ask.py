@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qwen_vl_ros.cli.bag import Bag
 from qwen_vl_ros.cli.common import (
@@ -15,14 +16,18 @@ from qwen_vl_ros.cli.common import (
     ask_engine,
     ask_options,
     cost_line,
+    fewer_tokens,
     load_engine,
 )
 from qwen_vl_ros.decode import FrameError, decode_compressed
 from qwen_vl_ros.engine.errors import ErrorCode
-from qwen_vl_ros.engine.types import Visual
+from qwen_vl_ros.engine.types import Answer, Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.measure.report import format_stages, stage_table
 from qwen_vl_ros.pipeline import FrameStore
+
+if TYPE_CHECKING:
+    from qwen_vl_ros.engine.engine import Engine
 
 MANUAL = '''\
 Ask one question about pictures. The answer appears word by word on standard output, what it cost
@@ -32,6 +37,7 @@ on standard error.
   qwen_vl ask "What changed?" before.png after.png
   qwen_vl ask "What happens?" --clip frame1.jpg frame2.jpg frame3.jpg frame4.jpg
   qwen_vl ask "How many boxes are there?" --bag drive.mcap --at 12.5 --topic /camera/image_raw
+  qwen_vl ask "Where is the ball?" photo.jpg --keep-ratio 0.33 --explain kept.png
   qwen_vl ask "What is this?" photo.jpg --model ~/models/Qwen2-VL-2B-Instruct
 
 Pictures are JPEG, PNG or WebP files. A picture's orientation tag is ignored.'''
@@ -56,6 +62,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
                         help="seconds after the bag's start (%(default)s)")
     parser.add_argument('--topic', action='append', default=[], metavar='NAME',
                         help='image topic of the bag; again for more cameras')
+    parser.add_argument('--explain', type=Path, metavar='PNG',
+                        help='write the first picture with its dropped parts dimmed, beside the '
+                             'map that they were chosen by')
     parser.add_argument('--stages', action='store_true', help='also print the table of stages')
     parser.add_argument('--json', action='store_true',
                         help='print one JSON object instead: text, costs, timeline')
@@ -71,12 +80,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         frames = [read_picture(p) for p in args.pictures]
         visuals = [Visual(tuple(frames))] if args.clip else [Visual((f,)) for f in frames]
+    fewer = fewer_tokens(args)
     engine = load_engine(args)
     exchange = ask_engine(
-        engine, args.question, ask_options(args), lambda: visuals,
+        engine, args.question, ask_options(args), lambda: visuals, fewer=fewer,
         on_text=(lambda text: None) if args.json else _show)
     if exchange.error_code == ErrorCode.BAD_REQUEST.name:
         raise CliError(exchange.error)
+    if args.explain and exchange.answer:
+        write_explanation(args.explain, engine, args.question, visuals[0], exchange.answer)
     if args.json:
         print(json.dumps(exchange.to_dict(), ensure_ascii=False, indent=1))
         return 0 if exchange.answer else 1
@@ -89,6 +101,25 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(text: str) -> None:
     print(text, end='', flush=True)
+
+
+def write_explanation(path: Path, engine: Engine, question: str, visual: Visual,
+                      answer: Answer) -> None:
+    """
+    Write a picture of what the answer was given about.
+
+    :raises CliError: when it cannot be written.
+    """
+    from qwen_vl_ros.saliency.picture import explain, write_png
+
+    kept = answer.kept_units[0]
+    selector, values = engine.options.selector, None
+    if hasattr(selector, 'saliency'):
+        values = selector.saliency([visual.frames[-1]], *kept.shape, question)[0]
+    try:
+        write_png(path, explain(visual.frames[-1].rgb(), kept, values))
+    except OSError as error:
+        raise CliError(f'cannot write {path}: {error.strerror or error}') from None
 
 
 def read_picture(path: Path) -> Frame:

@@ -18,6 +18,7 @@ from qwen_vl_ros.share import share
 
 if TYPE_CHECKING:
     from qwen_vl_ros.engine.engine import Engine
+    from qwen_vl_ros.saliency.answering import Fewer
 
 
 class CliError(Exception):
@@ -70,9 +71,40 @@ def add_model_arguments(parser: argparse.ArgumentParser, extra_selector: str = '
     group.add_argument('--keep-ratio', type=float, default=1.0, metavar='R',
                        help='share of the vision tokens kept, over 0 to 1; less than 1 may change '
                             'answers (%(default)s)')
-    group.add_argument('--select', default='saliency', metavar='NAME',
-                       help='what chooses the tokens that are kept: saliency, gradient, contrast, '
-                            f'uniform or random{extra_selector} (%(default)s)')
+    group.add_argument('--select', default='auto', metavar='NAME',
+                       help='what chooses the tokens that are kept. Before the encoder: head, '
+                            'next_frame, saliency, gradient, contrast, uniform, random, '
+                            'threshold; after it: divprune, dart, fastv; auto: head where the '
+                            f'checkpoint has one, else saliency{extra_selector} (%(default)s)')
+    group.add_argument('--head', metavar='FILE', default='',
+                       help="saliency head (default: saliency_head.safetensors beside the model's "
+                            'weights)')
+    group.add_argument('--keep-region', metavar='REGION', default='',
+                       help="always keep 'corridor' or a polygon 'x,y x,y x,y' in shares of width "
+                            'and height')
+    group.add_argument('--least-margin', type=float, default=0.0, metavar='M',
+                       help='ask again with all tokens where the first token stands less than '
+                            'this many logits above the next best (0: never)')
+    group.add_argument('--roi', type=float, default=0.0, metavar='SHARE',
+                       help='show this share of a picture at full resolution beside a small '
+                            'overview; approximate (0: off)')
+
+
+def fewer_tokens(args: argparse.Namespace) -> Fewer:
+    """
+    Return the arguments of :func:`add_model_arguments` that save tokens beside the selector.
+
+    :raises CliError: values out of range.
+    """
+    from qwen_vl_ros.saliency.answering import Fewer
+    from qwen_vl_ros.saliency.selectors import AFTER
+
+    if not args.least_margin >= 0:
+        raise CliError(f'--least-margin is {args.least_margin}; expected at least 0')
+    if not 0 <= args.roi < 1:
+        raise CliError(f'--roi is {args.roi}; expected 0 (off) to below 1')
+    dropper = args.select if args.select in AFTER else ''
+    return Fewer(dropper, args.least_margin, args.roi)
 
 
 def ask_options(args: argparse.Namespace) -> AskOptions:
@@ -101,12 +133,15 @@ def load_engine(args: argparse.Namespace) -> Engine:
 
         torch.set_num_threads(args.threads)
     from qwen_vl_ros.engine.engine import Engine
-    from qwen_vl_ros.saliency.select import make_selector
+    from qwen_vl_ros.saliency.region import parse_region
+    from qwen_vl_ros.saliency.selectors import make_selector
 
     try:
         # eval makes its own masks for 'oracle'.
         known = args.command == 'eval' and args.select == 'oracle'
-        selector = make_selector('uniform' if known else args.select, args.seed)
+        selector = make_selector(
+            'uniform' if known else args.select, args.seed, model=path, head=args.head,
+            always=parse_region(args.keep_region))
     except ValueError as error:
         raise CliError(f'--select: {error}') from error
     return Engine.load(
@@ -123,7 +158,7 @@ def model_dict(engine: Engine) -> dict[str, Any]:
 def ask_engine(
     engine: Engine, question: str, options: AskOptions,
     choose: Callable[[], Sequence[Visual]], *, time_ns: int = 0, expected: str | None = None,
-    on_text: Callable[[str], None] = lambda text: None,
+    on_text: Callable[[str], None] = lambda text: None, fewer: Fewer | None = None,
 ) -> Exchange:
     """
     Put one question; failures of this question are part of the result.
@@ -133,7 +168,10 @@ def ask_engine(
         0 when that means nothing.
     :param expected: the right answer, if known.
     :param on_text: gets each piece of the answer as it becomes final.
+    :param fewer: see :func:`fewer_tokens`.
     """
+    from qwen_vl_ros.saliency.answering import AS_IT_IS, answer
+
     timeline = Timeline()
     exchange = Exchange(question, time_ns, expected=expected)
     visuals: tuple[Visual, ...] = ()
@@ -144,7 +182,7 @@ def ask_engine(
             age = min(age_ns(v.frames[-1], time_ns, time_ns) for v in visuals)
             timeline.add('image_age', timeline.start_ns - age, timeline.start_ns)
         request = build_request(question, visuals, options)
-        for event in engine.answer(request, timeline):
+        for event in answer(engine, request, timeline, fewer=fewer or AS_IT_IS):
             if isinstance(event, Delta):
                 on_text(event.text)
             elif isinstance(event, Done):

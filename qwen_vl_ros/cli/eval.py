@@ -7,7 +7,13 @@ import json
 import sys
 from pathlib import Path
 
-from qwen_vl_ros.cli.common import CliError, add_model_arguments, load_engine, model_dict
+from qwen_vl_ros.cli.common import (
+    CliError,
+    add_model_arguments,
+    fewer_tokens,
+    load_engine,
+    model_dict,
+)
 
 DESCRIPTION = '''\
 Score a model on RoboScene-VQA: rendered robot scenes, eight families of questions, exact match.
@@ -26,7 +32,11 @@ examples:
   qwen_vl eval --items 200 --json out.json
   qwen_vl eval --items 50 --split shift --family path number
   qwen_vl eval --items 100 --floor blind
-  qwen_vl eval --items 100 --keep-ratio 0.33'''
+  qwen_vl eval --items 100 --keep-ratio 0.33
+  qwen_vl eval --items 100 --keep-ratio 0.33 --select divprune
+  qwen_vl eval --items 100 --keep-ratio 0.33 --least-margin 1
+
+All methods at all budgets, with plots: docs/accuracy.md.'''
 
 
 def add_parser(subparsers) -> None:
@@ -68,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
                            f"(split {args.split})")
     if not 0 < args.keep_ratio <= 1:
         raise CliError(f'--keep-ratio is {args.keep_ratio}; expected over 0 to 1')
+    fewer = fewer_tokens(args)
     engine = load_engine(args)
     out = sys.stderr if args.json == '-' else sys.stdout
     info = model_dict(engine)
@@ -75,19 +86,22 @@ def run(args: argparse.Namespace) -> int:
           f'{args.items} items a family, floor {args.floor}, keep {args.keep_ratio:g}'
           + (f' by {args.select}' if args.keep_ratio < 1 else ''), file=out)
     print(f"{'family':<10} {'accuracy':>8}  {'95 % interval':<15} {'chance':>6} {'tokens':>6} "
-          f"{'recall':>6}",
+          f"{'recall':>6} {'GFLOP':>6}",
           file=out)
     records = []
     with tqdm(total=args.items * len(families), unit='item', leave=False, file=sys.stderr,
               disable=not sys.stderr.isatty()) as bar:
         for score in evaluate(
                 engine, families, split=args.split, count=args.items, seed=args.scene_seed,
-                floor=args.floor, keep_ratio=args.keep_ratio, select=args.select,
+                floor=args.floor, keep_ratio=args.keep_ratio, fewer=fewer,
+                select='oracle' if args.select == 'oracle' else '',
                 on_item=lambda: bar.update() and None):
             low, high = score.interval
             bar.clear()
             print(f'{score.family:<10} {score.accuracy:>8.3f}  {low:.3f} to {high:.3f}  '
-                  f'{score.chance:>6.3f} {score.kept:>6.0f} {score.recall:>6.2f}',
+                  f'{score.chance:>6.3f} {score.kept:>6.0f} {score.recall:>6.2f} '
+                  f'{score.gflops:>6.1f}'
+                  + (f'  {score.again} asked again' if score.again else ''),
                   file=out, flush=True)
             if args.wrong:
                 for question, expected, said in score.wrong:
@@ -98,7 +112,8 @@ def run(args: argparse.Namespace) -> int:
                          'seed': args.scene_seed,
                          'select': args.select if args.keep_ratio < 1 else 'all'},
                 'accuracy', score.accuracy, 'share', runs=score.count, interval=[low, high],
-                chance=score.chance, kept_tokens=score.kept, evidence_recall=score.recall))
+                chance=score.chance, kept_tokens=score.kept, evidence_recall=score.recall,
+                gflops=score.gflops, asked_again=score.again))
     mean = sum(r['value'] for r in records) / len(records)
     print(f"{'mean':<10} {mean:>8.3f}", file=out)
     if args.json == '-':

@@ -18,6 +18,7 @@ from qwen_vl_ros.cli.common import (
     ask_engine,
     ask_options,
     cost_line,
+    fewer_tokens,
     load_engine,
     model_dict,
 )
@@ -34,6 +35,7 @@ from qwen_vl_ros.pipeline import AskOptions, FrameStore
 
 if TYPE_CHECKING:
     from qwen_vl_ros.engine.engine import Engine
+    from qwen_vl_ros.saliency.answering import Fewer
 
 MANUAL = '''\
 Read a rosbag2 recording and ask about what its cameras saw. Frames take the node's own way:
@@ -113,7 +115,7 @@ class Counts:
 def replay(
     bag: Bag, engine: Engine, topics: Sequence[ImageTopic], plan: Plan, options: AskOptions,
     counts: Counts, on_question: Callable[[int, str], None] = lambda time_ns, question: None,
-    on_text: Callable[[str], None] = lambda text: None,
+    on_text: Callable[[str], None] = lambda text: None, fewer: Fewer | None = None,
 ) -> Iterator[Exchange]:
     """
     Put the plan's questions to a bag, in the bag's order.
@@ -159,7 +161,7 @@ def replay(
                 store.select, store.cameras, num_frames=ask.num_frames, now_ns=time_ns,
                 now_received_ns=time_ns, max_age_ns=age)
             yield ask_engine(engine, ask.text, options, choose, time_ns=time_ns,
-                             expected=ask.expected, on_text=on_text)
+                             expected=ask.expected, on_text=on_text, fewer=fewer)
         for camera in store.cameras:
             seen = store.counts(camera)
             if seen.rejected:
@@ -234,6 +236,7 @@ def run(args: argparse.Namespace) -> int:
                            f'which lasts {bag.duration_s:.3f} s')
         say(f'bag    {bag.path} · {bag.duration_s:.1f} s · '
             + ', '.join(f'{t.name} ({t.count})' for t in topics))
+        fewer = fewer_tokens(args)
         engine = load_engine(args)
         info = engine.info
         say(f'model  {info.name} · {info.dtype} on {info.device} · {info.weight_bytes / 1e6:.0f} '
@@ -245,7 +248,7 @@ def run(args: argparse.Namespace) -> int:
                 bag, engine, topics, plan, ask_options(args), counts,
                 on_question=lambda t, q: say(f'\n[{(t - bag.start_ns) / 1e9:8.3f} s] {q}\n  ',
                                              end='', flush=True),
-                on_text=lambda text: say(text, end='', flush=True)):
+                on_text=lambda text: say(text, end='', flush=True), fewer=fewer):
             exchanges.append(exchange)
             verdict = {None: '', True: 'right · ', False: f'WRONG, expected '
                        f'{exchange.expected} · '}[exchange.correct]
@@ -372,7 +375,8 @@ def read_questions(path: Path, num_frames: int) -> list[Ask]:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     names = ('question', 'questions', 'rate', 'start', 'limit', 'frames', 'max_age',
-             'max_new_tokens', 'temperature', 'seed', 'keep_ratio', 'system', 'threads')
+             'max_new_tokens', 'temperature', 'seed', 'keep_ratio', 'select', 'least_margin',
+             'roi', 'system', 'threads')
     values = {name: getattr(args, name) for name in names}
     return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
 

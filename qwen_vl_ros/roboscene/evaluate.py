@@ -11,13 +11,14 @@ from random import Random
 import numpy as np
 
 from qwen_vl_ros.engine.engine import Engine
-from qwen_vl_ros.engine.types import Done, Request, Visual
+from qwen_vl_ros.engine.types import Answer, Done, Request, Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.roboscene.geometry import GRID_H, GRID_W, HEIGHT, UNITS, WIDTH
 from qwen_vl_ros.roboscene.items import Item, items, mix, move
 from qwen_vl_ros.roboscene.render import render
 from qwen_vl_ros.roboscene.scene import Scene, uniform
-from qwen_vl_ros.saliency.select import make_selector, top_units
+from qwen_vl_ros.saliency.answering import AS_IT_IS, FULL_FRAME, Fewer, answer
+from qwen_vl_ros.saliency.select import top_units
 
 #: 'none' shows the right picture, 'blind' a plain grey one, 'shuffled' that of another item.
 #: (A prompt without a picture would say nothing about guessing: the model was never trained on one
@@ -34,7 +35,10 @@ class Score:
     :param count: items asked.
     :param chance: what the best constant answer would get (see :func:`chance`).
     :param kept: vision tokens that the language model saw, mean of all items.
-    :param recall: share of the evidence units that were kept, mean of the items that have some.
+    :param recall: share of the evidence units of the newest slice that were kept, mean of the
+        items that have some.
+    :param gflops: of encoder and decoder, mean of all items.
+    :param again: items that were asked about again with the full frame.
     :param wrong: up to twenty (question, expected, said).
     """
 
@@ -46,6 +50,8 @@ class Score:
     chance: float = 0.0
     kept: float = 0.0
     recall: float = 1.0
+    gflops: float = 0.0
+    again: int = 0
     wrong: list[tuple[str, str, str]] = field(default_factory=list)
 
     @property
@@ -128,11 +134,11 @@ def chance(family: str, drawn: Iterable[Item]) -> float:
     return sum(c.most_common(1)[0][1] for c in kinds.values()) / total if total else 0.0
 
 
-def say(engine: Engine, question: str, visuals: tuple[Visual, ...]) -> tuple[str, int]:
-    """Ask one question greedily; returns the text and the vision tokens kept."""
-    for event in engine.answer(Request(question, visuals, max_new_tokens=32)):
+def say(engine: Engine, request: Request, fewer: Fewer = AS_IT_IS) -> Answer:
+    """Ask one question; see :func:`saliency.answering.answer`."""
+    for event in answer(engine, request, fewer=fewer):
         if isinstance(event, Done):
-            return event.answer.text, event.answer.vision_tokens_kept
+            return event.answer
     raise RuntimeError('the engine ended without an answer')
 
 
@@ -144,51 +150,64 @@ def oracle(item: Item, frames: tuple[Frame, ...], ratio: float) -> np.ndarray:
     return top_units(values.reshape(slices, GRID_H, GRID_W).astype(np.float32), ratio)
 
 
-def _by_name(select: str, seed: int) -> Callable[[Item, tuple[Frame, ...], float], np.ndarray]:
-    selector = make_selector(select, seed)
-    return lambda item, frames, ratio: selector(
-        frames, (len(item.scenes), 2 * GRID_H, 2 * GRID_W), ratio, item.question.text)
-
-
 def evaluate(engine: Engine, families: Iterable[str], *, split: str = 'test', count: int = 200,
-             seed: int = 0, floor: str = 'none', keep_ratio: float = 1.0,
-             select: str = 'saliency', on_item: Callable[[], None] = lambda: None
+             seed: int = 0, floor: str = 'none', keep_ratio: float = 1.0, select: str = '',
+             fewer: Fewer = AS_IT_IS, on_item: Callable[[], None] = lambda: None
              ) -> Iterator[Score]:
     """
     Score the engine, family by family.
 
+    An engine whose selector uses the last frame (it has ``observe``) is asked about the moment
+    before each item first.
+
     :param count: items a family; the items of a shorter run come first in a longer one.
     :param floor: one of :data:`FLOORS`.
     :param keep_ratio: share of the units kept.
-    :param select: what chooses them: a name of :func:`saliency.select.make_selector`, or 'oracle',
-        which keeps the units that carry the evidence (the upper bound).
+    :param select: '' lets the engine's selector (or ``fewer``) choose them; 'oracle' keeps the
+        units that carry the evidence.
+    :param fewer: droppers after the merger, region first, fall-back.
     :param on_item: called after each item (for a progress bar).
     :raises ValueError: unknown family, split, floor or selector.
     """
     if floor not in FLOORS:
         raise ValueError(f"floor '{floor}' is not one of {', '.join(FLOORS)}")
-    choose = oracle if select == 'oracle' else _by_name(select, seed)
+    if select not in ('', 'oracle'):
+        raise ValueError(f"select '{select}' is neither oracle nor empty")
+    looks_back = keep_ratio < 1 and not select and hasattr(engine.options.selector, 'observe')
     for family in families:
         drawn = list(items(family, split, count, seed))
         score = Score(family, split, floor, chance=chance(family, drawn))
-        kept = 0
+        kept = flops = 0.0
         recall: list[float] = []
         for index, item in enumerate(drawn):
             frames = frames_of(drawn[index - 1] if floor == 'shuffled' else item)
             if floor == 'blind':
                 grey = np.full((HEIGHT, WIDTH, 3), 118, np.uint8)
                 frames = (Frame.from_rgb(grey),) * len(frames)
-            mask = None if keep_ratio >= 1 else choose(item, frames, keep_ratio)
-            if mask is not None and item.question.evidence:
-                recall.append(float(mask[sorted(item.question.evidence)].mean()))
-            said, tokens = say(engine, item.question.text, (Visual(frames, mask),))
-            kept += tokens
+            mask = oracle(item, frames, keep_ratio) if select == 'oracle' else None
+            request = Request(item.question.text, (Visual(frames, mask),), max_new_tokens=32,
+                              keep_ratio=keep_ratio)
+            if looks_back:
+                say(engine, replace(request, visuals=(Visual(frames_of(earlier(item))),)))
+            got = say(engine, request, fewer)
+            kept += got.vision_tokens_kept
+            flops += sum(span.flops for span in got.timeline.spans)
+            recall += _recall(item, got.kept_units[0])
             score.count += 1
-            if said == item.question.answer:
+            score.again += FULL_FRAME in got.approximate
+            if got.text == item.question.answer:
                 score.right += 1
             elif len(score.wrong) < 20:
-                score.wrong.append((item.question.text, item.question.answer, said))
+                score.wrong.append((item.question.text, item.question.answer, got.text))
             on_item()
         score.kept = kept / max(1, score.count)
+        score.gflops = flops / max(1, score.count) / 1e9
         score.recall = sum(recall) / len(recall) if recall else 1.0
         yield score
+
+
+def _recall(item: Item, kept: np.ndarray) -> list[float]:
+    """Return the share of the newest slice's evidence that was kept; nothing where it has none."""
+    first = (len(item.scenes) - 1) * UNITS
+    newest = [u - first for u in sorted(item.question.evidence) if u >= first]
+    return [float(kept.reshape(-1)[newest].mean())] if newest else []

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 SAMPLES = 7
 #: Name of the file beside a checkpoint's weights.
 FILE = 'saliency_head.safetensors'
-_FORM = 'qwen_vl_ros saliency head 1'
+_FORM = 'qwen_vl_ros saliency head 2'
 
 
 class SaliencyHead(nn.Module):
@@ -68,7 +68,7 @@ class SaliencyHead(nn.Module):
         :return: [B, rows, columns].
         """
         x = self.units(F.relu(self.first(samples)))
-        x = F.relu(x + self.place(_places(*x.shape[2:], x)))
+        x = F.relu(x + self.place(_places(x.shape[2], x.shape[3], x)))
         films = self.film(question)[:, :, None, None].chunk(2 * len(self.inner), dim=1)
         for i, (inner, outer) in enumerate(zip(self.inner, self.outer)):
             y = F.relu(inner(x) * (1 + films[2 * i]) + films[2 * i + 1])
@@ -85,9 +85,15 @@ class SaliencyHead(nn.Module):
         return 2 * (unit * convs + text + self.film.weight.numel())
 
     def save(self, path: Path, about: dict[str, str]) -> None:
-        """Write fp16 weights; ``about`` (how it was made) goes into the file's header."""
+        """Write int8 weights; ``about`` (how it was made) goes into the file's header."""
         from safetensors.torch import save_file
-        tensors = {k: v.detach().half().cpu().contiguous() for k, v in self.state_dict().items()}
+        tensors = {}
+        for name, value in self.state_dict().items():
+            value = value.detach().float().cpu()
+            if value.dim() > 1:
+                tensors[name], tensors[f'{name}.scale'] = to_int8(value)
+            else:
+                tensors[name] = value.contiguous()
         save_file(tensors, path, metadata={
             'format': 'pt', 'form': _FORM, 'shape': json.dumps(self.shape), **about})
 
@@ -102,17 +108,39 @@ class SaliencyHead(nn.Module):
         try:
             with safe_open(path, 'pt') as file:
                 about = file.metadata() or {}
-                tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+                stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ValueError(f'{path} cannot be read as a saliency head: {error}') from None
         if about.get('form') != _FORM:
             raise ValueError(f"{path} is no saliency head (form '{about.get('form')}')")
         head = cls(**json.loads(about['shape']))
+        tensors = {}
+        for name, value in stored.items():
+            scale = stored.get(f'{name}.scale')
+            if not name.endswith('.scale'):
+                tensors[name] = value.float() if scale is None else from_int8(value, scale)
         try:
             head.load_state_dict(tensors)
         except RuntimeError as error:
             raise ValueError(f'{path}: {" ".join(str(error).split())}') from None
         return head.eval().requires_grad_(False)
+
+
+def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """
+    Round a weight to int8, symmetrically, with one scale an output channel.
+
+    :param weight: [outputs, ...].
+    :return: int8 of the same shape, float32 [outputs].
+    """
+    flat = weight.flatten(1)
+    scale = flat.abs().amax(1).clamp(min=1e-12) / 127
+    return (flat / scale[:, None]).round().to(torch.int8).view_as(weight).contiguous(), scale
+
+
+def from_int8(rounded: Tensor, scale: Tensor) -> Tensor:
+    """Undo :func:`to_int8` up to its rounding; float32."""
+    return rounded.float() * scale.view(-1, *[1] * (rounded.dim() - 1))
 
 
 def channels(newest: Tensor, other: Tensor | None = None) -> Tensor:

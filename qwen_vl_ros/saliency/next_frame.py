@@ -20,7 +20,13 @@ import numpy as np
 from qwen_vl_ros.engine.patches import Grid
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.saliency.motion import MotionSignal, shift_of
-from qwen_vl_ros.saliency.select import neighbours, normalised, slice_frames, top_units
+from qwen_vl_ros.saliency.select import (
+    UnitSelector,
+    neighbours,
+    normalised,
+    slice_frames,
+    top_units,
+)
 
 if TYPE_CHECKING:
     from qwen_vl_ros.engine.engine import Engine
@@ -113,14 +119,13 @@ class NextFrameSelector:
     The engine tells it of answers (:meth:`observe`, which costs nothing); the gradient is taken by
     :meth:`reflect` when there is time, at the latest before the next choice.
 
-    :param base: gives a map of the frame itself: (frames, rows, columns, question) -> [T, rows,
-        columns].
+    :param base: whose map of the frame itself ranks what the last answer does not speak of.
     :param layers: decoder layers that the gradient passes; ``None`` is all.
     :param min_units: fewest units kept a slice.
     :param always: bool [rows, columns] kept in every slice, by grid.
     """
 
-    base: Callable[[Sequence[Frame], int, int, str], np.ndarray]
+    base: UnitSelector
     layers: int | None = None
     min_units: int = 8
     always: Callable[[int, int], np.ndarray] | None = None
@@ -131,9 +136,7 @@ class NextFrameSelector:
     def bind(self, engine: Engine) -> None:
         """Take the engine whose answers are reflected on; called by the engine itself."""
         self._engine = engine
-        bind = getattr(self.base, 'bind', None)
-        if bind is not None:
-            bind(engine)
+        self.base.bind(engine)
 
     def forget(self) -> None:
         """Forget all cameras (a jump of the clock, another scene)."""
@@ -143,7 +146,7 @@ class NextFrameSelector:
     def saliency(self, frames: Sequence[Frame], rows: int, columns: int, question: str = ''
                  ) -> np.ndarray:
         """Return the joined map, float32 [T, rows, columns]; the camera's state moves on."""
-        base = normalised(self.base(frames, rows, columns, question))
+        base = normalised(self.base.saliency(frames, rows, columns, question))
         state = self._cameras.get(frames[-1].camera)
         if state is None or state.cam.shape != (rows, columns):
             return base
@@ -177,17 +180,21 @@ class NextFrameSelector:
             self._cameras.popitem(last=False)
 
     def observe(self, request: Request, visuals: Sequence[VisualToken], prompt: Prompt,
-                features: Sequence[Placed], ids: Sequence[int]) -> None:
+                ids: Sequence[int]) -> None:
         """
         Take note of an answer; called by the engine.
 
-        :param features: merged tokens by place; an answer whose pictures were reused from the
-            cache of prefixes is passed over.
+        Answers within a longer conversation, or whose pictures are no longer in the cache, are
+        passed over.
         """
-        if len(features) != len(visuals) or len(prompt.spans) != len(visuals) or not ids:
+        if self._engine is None or len(prompt.spans) != len(visuals) or not ids:
+            return
+        features = [(span, merged) for span, v in zip(prompt.spans, visuals)
+                    if (merged := self._engine.features.get(v.key)) is not None]
+        if len(features) != len(visuals):
             return
         shown = [(v.frames[-1].camera, v.grid, v.units) for v in visuals]
-        self._said = _Said(prompt, list(features), tuple(ids), shown, request.question)
+        self._said = _Said(prompt, features, tuple(ids), shown, request.question)
         for visual in visuals:
             if visual.frames[-1].camera not in self._cameras:
                 kept = visual.unit_map.reshape(-1)

@@ -7,7 +7,6 @@ import numpy as np
 
 from qwen_vl_ros.frame import Frame
 
-
 #: Samples along a side of a unit that the signals look at, unless they say otherwise.
 SAMPLES = 7
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from qwen_vl_ros.engine.patches import Grid, uniform_keep
+from qwen_vl_ros.engine.patches import Grid
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.saliency.gradient import contrast, gradient_magnitude
 
@@ -52,6 +53,7 @@ class UnitSelector:
     Chooses the units of a picture by weighted signals; a selector for :class:`Options`.
 
     :param weights: signal name to weight; ranks of each signal are added up.
+    :param signals: what the names mean.
     :param min_units: fewest units kept a slice.
     :param always: bool [rows, columns] kept in every slice (the path corridor, a polygon), by
         grid; counted into the budget, and kept even where it exceeds it.
@@ -61,6 +63,7 @@ class UnitSelector:
 
     weights: Mapping[str, float] = field(default_factory=lambda: {'contrast': 1.0,
                                                                   'gradient': 0.5})
+    signals: Mapping[str, Signal] = field(default_factory=lambda: SIGNALS, repr=False)
     min_units: int = 8
     always: Callable[[int, int], np.ndarray] | None = None
     spread: float = 0.25
@@ -68,17 +71,24 @@ class UnitSelector:
     def __post_init__(self) -> None:
         """:raises ValueError: an unknown signal or a weight that is not positive."""
         for name, weight in self.weights.items():
-            if name not in SIGNALS:
-                raise ValueError(f"signal '{name}' is not one of {', '.join(SIGNALS)}")
+            if name not in self.signals:
+                raise ValueError(f"signal '{name}' is not one of {', '.join(self.signals)}")
             if not weight > 0:
                 raise ValueError(f'weight of {name} is {weight}; expected more than 0')
+
+    def bind(self, engine: Any) -> None:
+        """Hand the engine on to signals that ask the model; called by the engine itself."""
+        for name in self.weights:
+            bind = getattr(self.signals[name], 'bind', None)
+            if bind is not None:
+                bind(engine)
 
     def saliency(self, frames: Sequence[Frame], rows: int, columns: int, question: str = ''
                  ) -> np.ndarray:
         """Return the combined map, float32 [T, rows, columns] in [0, 1]."""
         total: np.ndarray = np.zeros((len(frames), rows, columns), np.float32)
         for name, weight in self.weights.items():
-            total += weight * normalised(SIGNALS[name](frames, rows, columns, question))
+            total += weight * normalised(self.signals[name](frames, rows, columns, question))
         total /= sum(self.weights.values())
         if self.spread > 0:
             total = (1 - self.spread) * total + self.spread * neighbours(total)
@@ -163,22 +173,3 @@ def random_keep(seed: int = 0) -> Callable[[Sequence[Frame], Grid, float, str], 
     return choose
 
 
-def make_selector(name: str, seed: int = 0
-                  ) -> Callable[[Sequence[Frame], Grid, float, str], np.ndarray]:
-    """
-    Return a selector by its name.
-
-    :param name: 'uniform', 'random', 'saliency' (the default mix), or a signal of
-        :data:`SIGNALS`.
-    :raises ValueError: another name.
-    """
-    if name == 'uniform':
-        return uniform_keep
-    if name == 'random':
-        return random_keep(seed)
-    if name == 'saliency':
-        return UnitSelector()
-    if name in SIGNALS:
-        return UnitSelector({name: 1.0})
-    raise ValueError(
-        f"selector '{name}' is not one of uniform, random, saliency, {', '.join(SIGNALS)}")

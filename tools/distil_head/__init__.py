@@ -1,1 +1,1 @@
-"""Distils the light head of a checkpoint (see __main__.py) and that of models/tiny (roboscene.py)."""
+"""Distils light heads: of any checkpoint (__main__.py), of models/tiny (roboscene.py)."""

@@ -74,7 +74,8 @@ def adapted(folder: Path, device: torch.device, seconds: float, *, stills: int =
             part['lr'] = lr * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * done))
         grid = GRIDS[rng.choice(len(GRIDS), p=[w for _, w in GRIDS])][0]
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == 'cuda'):
-            loss = sum(_loss(copy, group, grid, tables[grid]) for group in groups(batch, device, 3))
+            loss = sum(_loss(copy, group, grid, tables[grid])
+                       for group in groups(batch, device, 3))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(copy.model.parameters(), 1.0, foreach=True)
         optimizer.step()

@@ -33,12 +33,12 @@ from qwen_vl_ros.roboscene import questions as q
 from qwen_vl_ros.roboscene.geometry import GRID_H, GRID_W, UNIT, UNITS
 from qwen_vl_ros.roboscene.items import items
 from qwen_vl_ros.saliency.head import FILE, SAMPLES, SaliencyHead, channels
-from tools.distil_head.batched import Picture, TinyBatch, grad_cam, margins, right
+from tools.distil_head.batched import Picture, TinyBatch, grad_cam, right
 from tools.train_tiny.data import Batch, Mix, batches, encode, item_batch
 from tools.train_tiny.step import render_batch
 
 #: Kept units a slice and how often, in the second stage.
-BUDGETS = ((20, .2), (40, .3), (63, .35), (96, .15))
+BUDGETS = ((21, .12), (42, .2), (63, .43), (84, .25))
 #: Units under the border that the second stage still computes.
 NEAR = 40
 _SUFFIX = len(encode('<|im_end|>\n<|im_start|>assistant\n'))
@@ -163,8 +163,9 @@ def gated_loss(model: TinyBatch, group: Group, scores: Tensor, kept: int, heat: 
     """
     Return the cross-entropy of the answers when units are gated by their scores.
 
-    Of stills, units far under the border are left out altogether: their gates are shut anyway.
+    Units far under the border are left out altogether: their gates are shut anyway.
 
+    :param kept: units a slice.
     :param noise: scale of the logistic noise that lets other units be tried.
     """
     if noise > 0:
@@ -172,15 +173,12 @@ def gated_loss(model: TinyBatch, group: Group, scores: Tensor, kept: int, heat: 
         scores = scores + noise * torch.log(u / (1 - u))
     rows = group.rows()
     n, t = rows.shape
-    if t == 1:
-        keep = scores.topk(min(UNITS, kept + NEAR), 1).indices.sort(1).values
-        gate = gates(scores.gather(1, keep), kept, heat)
-        picture = Picture(model.encode(group.rgb[rows[:, 0]], keep, gate), keep, gate=gate)
-    else:
-        gate = gates(scores, kept * t, heat)
-        merged = model.encode(group.rgb[rows.flatten()], gate=gate.reshape(n * t, UNITS))
-        units = torch.arange(t * UNITS, device=model.device).expand(n, -1)
-        picture = Picture(merged.reshape(n, t * UNITS, -1), units, gate=gate)
+    near = scores.view(n, t, UNITS).topk(min(UNITS, kept + NEAR), 2).indices.sort(2).values
+    units = (near + torch.arange(t, device=near.device)[:, None] * UNITS).flatten(1)
+    gate = gates(scores.gather(1, units), kept * t, heat)
+    merged = model.encode(group.rgb[rows.flatten()], near.flatten(0, 1),
+                          gate.view(n * t, near.shape[2]))
+    picture = Picture(merged.reshape(n, units.shape[1], -1), units, gate=gate)
     logits = model.answer([picture], group.tokens)
     return F.cross_entropy(logits.float().flatten(0, 1), group.labels.flatten(), ignore_index=-1)
 
@@ -242,6 +240,10 @@ class Distiller:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        # Workers take seconds to start: that is no time of training.
+        mixed = Mix(args.stills, args.clips, args.focus, args.cameras)
+        self.feed = batches(args.seed + 100, 0, mixed, args.workers)
+        next(self.feed)
         self.device = torch.device(args.device)
         torch.manual_seed(args.seed)
         torch.set_float32_matmul_precision('high')
@@ -252,17 +254,15 @@ class Distiller:
                      else SaliencyHead(self.embedding.shape[1])).to(self.device)
         self.log: list[dict[str, float | str]] = []
 
-    def run(self, stage: str, seconds: float, lr: float, asked: int, first: int) -> int:
+    def run(self, stage: str, seconds: float, lr: float, asked: int) -> int:
         """Train one stage for so many seconds; returns the steps taken."""
         args = self.args
         optimizer = torch.optim.AdamW(self.head.parameters(), lr=lr, weight_decay=0.01,
                                       betas=(0.9, 0.98))
         begin, step, done = time.monotonic(), 0, 0.0
         generator = torch.Generator().manual_seed(args.seed)
-        mixed = Mix(args.stills, args.clips, cameras=args.cameras)
-        feed = batches(args.seed + 100, first, mixed, args.workers)
         recent: list[Tensor] = []
-        for batch in feed:
+        for batch in self.feed:
             for group_of in optimizer.param_groups:
                 warm = min(1.0, (step + 1) / 30)
                 group_of['lr'] = lr * warm * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
@@ -297,7 +297,6 @@ class Distiller:
                     raise RuntimeError(f'the loss is not finite at step {step}')
             if done >= 1:
                 break
-        feed.close()
         return step
 
     def score(self, group: Group) -> Tensor:
@@ -324,7 +323,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument('--answer-seconds', type=float, default=75.0, help='of the second stage')
     p.add_argument('--steps', type=int, default=0, help='steps of each stage, whatever they take')
     p.add_argument('--stills', type=int, default=128, help='pictures a step')
-    p.add_argument('--clips', type=int, default=24, help='two-slice clips a step')
+    p.add_argument('--clips', type=int, default=12, help='two-slice clips a step')
+    p.add_argument('--focus', choices=('', 'count'), default='')
     p.add_argument('--cameras', choices=('train', 'wide'), default='train')
     p.add_argument('--asked', type=int, default=2, help='questions a picture in the second stage')
     p.add_argument('--workers', type=int, default=12)
@@ -344,12 +344,13 @@ def main(argv: list[str] | None = None) -> None:
     for stage, seconds, lr, asked in plan:
         if seconds <= 0:
             continue
-        steps.append(distiller.run(stage, seconds, lr, asked, sum(steps)))
+        steps.append(distiller.run(stage, seconds, lr, asked))
         distiller.head.save(args.out / FILE, {
             'checkpoint': args.model.name, 'commit': commit(), 'machine': machine(),
             'steps': ' + '.join(map(str, steps)), 'licence': 'Apache-2.0'})
         if args.eval_items:
             tables[stage] = distiller.show(stage)
+    distiller.feed.close()
     (args.out / 'saliency_head.json').write_text(json.dumps(
         {'log': distiller.log, 'accuracy': tables}))
 

@@ -1,0 +1,101 @@
+"""Selectors by name, with what a node or a command line says about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qwen_vl_ros.engine.patches import Grid, uniform_keep
+from qwen_vl_ros.frame import Frame
+from qwen_vl_ros.saliency.gradient import gradient_magnitude
+from qwen_vl_ros.saliency.head import FILE
+from qwen_vl_ros.saliency.region import Region
+from qwen_vl_ros.saliency.select import (
+    SIGNALS,
+    UnitSelector,
+    random_keep,
+    slice_frames,
+    threshold_keep,
+)
+
+Choose = Callable[[Sequence[Frame], Grid, float, str], np.ndarray]
+
+#: Decide before the encoder.
+BEFORE = ('auto', 'head', 'next_frame', 'saliency', *SIGNALS, 'uniform', 'random', 'threshold')
+#: Decide after it (see after_merger.py); the engine's own selector is then not asked.
+AFTER = ('divprune', 'dart', 'fastv')
+NAMES = (*BEFORE, *AFTER)
+
+
+def make_selector(name: str, seed: int = 0, *, model: str | Path = '', head: str | Path = '',
+                  min_units: int = 8, always: Region | None = None) -> Choose:
+    """
+    Return a selector by its name.
+
+    :param name: one of :data:`NAMES`. 'auto' takes the head where the checkpoint has one, else
+        'saliency' (contrast and gradient); 'next_frame' joins the same with what the last answer
+        leaned on; those of :data:`AFTER` give the uniform grid, which is not asked.
+    :param seed: of 'random'.
+    :param model: folder of the checkpoint, beside whose weights the head lies.
+    :param head: another place of the head.
+    :param min_units: fewest units kept a slice.
+    :param always: units that are kept whatever they show.
+    :raises ValueError: another name, or a head that is missing or broken.
+    """
+    if name in ('uniform', *AFTER):
+        return _with_region(uniform_keep, always)
+    if name == 'random':
+        return _with_region(random_keep(seed), always)
+    if name == 'threshold':
+        return _with_region(fixed_threshold, always)
+    if name in SIGNALS:
+        return UnitSelector({name: 1.0}, min_units=min_units, always=always)
+    if name == 'saliency':
+        return UnitSelector(min_units=min_units, always=always)
+    if name == 'auto':
+        has = bool(str(head)) or (bool(str(model)) and (Path(model) / FILE).is_file())
+        name = 'head' if has else 'saliency'
+        return make_selector(name, seed, model=model, head=head, min_units=min_units,
+                             always=always)
+    if name == 'head':
+        return _head(model, head, min_units, always)
+    if name == 'next_frame':
+        from qwen_vl_ros.saliency.next_frame import NextFrameSelector
+        base: Any = make_selector('auto', model=model, head=head)
+        return NextFrameSelector(base, min_units=min_units, always=always)
+    raise ValueError(f"selector '{name}' is not one of {', '.join(NAMES)}")
+
+
+def _head(model: str | Path, head: str | Path, min_units: int, always: Region | None
+          ) -> UnitSelector:
+    from qwen_vl_ros.saliency.head_signal import HeadSignal
+    signal = HeadSignal.load(model, head)
+    return UnitSelector({'head': 1.0}, {'head': signal}, min_units, always, spread=0.0)
+
+
+def fixed_threshold(frames: Sequence[Frame], grid: Grid, ratio: float, question: str = ''
+                    ) -> np.ndarray:
+    """
+    Keep what is above 0.3 of the normalised gradient map, however much that is.
+
+    :param ratio: not looked at: a threshold is no budget (see :func:`threshold_keep`).
+    """
+    t, rows, columns = grid[0], grid[1] // 2, grid[2] // 2
+    values = gradient_magnitude(slice_frames(frames, t), rows, columns)
+    keep = threshold_keep(values).reshape(t, -1)
+    keep[np.arange(t), values.reshape(t, -1).argmax(1)] = True
+    return keep.reshape(-1)
+
+
+def _with_region(choose: Choose, always: Region | None) -> Choose:
+    if always is None:
+        return choose
+
+    def chosen(frames: Sequence[Frame], grid: Grid, ratio: float, question: str = ''
+               ) -> np.ndarray:
+        region = always(grid[1] // 2, grid[2] // 2).reshape(-1)
+        return choose(frames, grid, ratio, question) | np.tile(region, grid[0])
+    return chosen
