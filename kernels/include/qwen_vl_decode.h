@@ -114,6 +114,18 @@ int qwen_vl_decode_admit(const qwen_vl_decode_model* model, int32_t slot,
 int qwen_vl_decode_step(const qwen_vl_decode_model* model, const qwen_vl_decode_launch* launch,
                         void* stream, char* message, size_t size);
 
+/* out = x * weight^T + bias for many rows: x T [rows][inputs], out T [rows][outputs], T by `dtype`
+   as above. int8: scales float [outputs]. int4, int8_group: scales half [outputs][inputs / group],
+   zeros uint8 (int4) or int16 alike. */
+typedef struct {
+  const void *x, *weight, *scales, *zeros, *bias;
+  void* out;
+  int32_t dtype, form, rows, inputs, outputs, group;
+} qwen_vl_quant_product;
+
+int qwen_vl_quant_gemm(const qwen_vl_quant_product* product, void* stream, char* message,
+                       size_t size);
+
 #ifdef __cplusplus
 }
 #endif

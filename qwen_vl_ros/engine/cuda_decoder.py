@@ -24,7 +24,7 @@ from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.generate import Choice
 from qwen_vl_ros.engine.language import LanguageModel
 from qwen_vl_ros.engine.layers import Linear
-from qwen_vl_ros.engine.quant_linear import Int4Linear, Int8GroupLinear, Int8Linear
+from qwen_vl_ros.engine.quant_linear import Int4Linear, Int8Linear
 from qwen_vl_ros.kernels import decode_layout as layout
 from qwen_vl_ros.kernels.decode import (
     FINITE,
@@ -222,6 +222,5 @@ def _matrix(linear: Linear) -> Matrix:
     if isinstance(linear, Int8Linear):
         return Matrix(linear.codes, layout.INT8, linear.scales, None, linear.bias)
     if isinstance(linear, Int4Linear):
-        form = layout.INT8_GROUP if isinstance(linear, Int8GroupLinear) else layout.INT4
-        return Matrix(linear.packed, form, linear.scales, linear.zeros, linear.bias)
+        return Matrix(linear.packed, linear.form, linear.scales, linear.zeros, linear.bias)
     return Matrix(linear.weight, layout.FLOAT, None, None, linear.bias)

@@ -1,4 +1,10 @@
-"""Quantised matrices: how their codes are packed, and the plain twins that multiply with them."""
+"""
+Quantised matrices: how their codes are packed, and how they multiply.
+
+On a GPU a product dequantises into the tiles of a tensor-core kernel
+(:mod:`qwen_vl_ros.kernels.decode_gemm`); elsewhere, and in float32, its plain twin dequantises the
+whole matrix. The decode step reads the codes itself (:mod:`qwen_vl_ros.engine.cuda_decoder`).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,8 @@ from torch.nn import functional as F
 
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.layers import Linear
+from qwen_vl_ros.kernels import decode_layout as layout
+from qwen_vl_ros.kernels.decode_gemm import quant_product, serves
 
 GROUPS = (128, 64, 32)
 #: Shares of a group's range that INT4 tries; cutting off outliers can cost less than their steps.
@@ -41,7 +49,9 @@ class Int8Linear(Linear):
         return (self.codes.float() * self.scales[:, None]).to(dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T + bias``; the twin of the kernel that reads the codes once."""
+        """Return ``x @ weight.T + bias``."""
+        if serves(x, self.codes.shape[0]):
+            return quant_product(x, layout.INT8, self.codes, self.scales, None, self.bias)
         return F.linear(x, self.dequantised(x.dtype), self.bias)
 
     @property
@@ -62,6 +72,8 @@ class Int4Linear(Linear):
     """
 
     __slots__ = ('packed', 'scales', 'zeros')
+    #: As the kernels number it.
+    form = layout.INT4
 
     def __init__(self, packed: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None = None
                  ) -> None:
@@ -106,7 +118,10 @@ class Int4Linear(Linear):
         return wide.view(rows, inputs).to(dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T + bias``; the twin of the kernel that reads the codes once."""
+        """Return ``x @ weight.T + bias``."""
+        outputs, groups = self.scales.shape
+        if serves(x, outputs, x.shape[-1] // groups):
+            return quant_product(x, self.form, self.packed, self.scales, self.zeros, self.bias)
         return F.linear(x, self.dequantised(x.dtype), self.bias)
 
     @property
@@ -127,6 +142,7 @@ class Int8GroupLinear(Int4Linear):
     """
 
     __slots__ = ()
+    form = layout.INT8_GROUP
 
     def codes(self) -> Tensor:
         """Return the codes, uint8 [out, in]."""

@@ -1,0 +1,72 @@
+"""Many rows of activations through quantised weights: face of ``qwen_vl_quant_gemm``."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from qwen_vl_ros.kernels.decode import DTYPES
+from qwen_vl_ros.kernels.decode_layout import INT4
+from qwen_vl_ros.kernels.loader import KernelError, optional
+
+_MESSAGE = 256
+
+
+class NativeProduct(ctypes.Structure):
+    """``qwen_vl_quant_product``."""
+
+    _fields_ = (*((name, ctypes.c_void_p) for name in ('x', 'weight', 'scales', 'zeros', 'bias',
+                                                       'out')),
+                *((name, ctypes.c_int32) for name in ('dtype', 'form', 'rows', 'inputs', 'outputs',
+                                                      'group')))
+
+
+def serves(x: Tensor, outputs: int, group: int = 0) -> bool:
+    """Tell whether :func:`quant_product` takes activations [..., in] of this kind and place."""
+    return (x.device.type == 'cuda' and x.dtype in DTYPES and x.shape[-1] % 32 == 0
+            and outputs % 2 == 0 and group % 32 == 0 and x.numel() > 0
+            and optional('qwen_vl_decode', 'a dequantised copy of each matrix') is not None)
+
+
+def quant_product(
+    x: Tensor, form: int, weight: Tensor, scales: Tensor, zeros: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """
+    Return ``x @ w.T + bias`` for quantised w, which is dequantised tile by tile on the way.
+
+    :param x: bfloat16 or float16 [..., in] on a GPU.
+    :param form: of :mod:`~qwen_vl_ros.kernels.decode_layout`: INT8, INT4 or INT8_GROUP.
+    :param weight: codes [out, in], or [out, in / 2] of INT4.
+    :param scales: float32 [out] of INT8, else float16 [out, groups].
+    :param zeros: uint8 (INT4) or int16 [out, groups].
+    :return: [..., out].
+    :raises KernelError: for sizes that the kernel does not take (see :func:`serves`).
+    """
+    native = optional('qwen_vl_decode', 'a dequantised copy of each matrix')
+    if native is None:
+        raise KernelError('libqwen_vl_decode is not there')
+    inputs, outputs = x.shape[-1], weight.shape[0]
+    flat = x.reshape(-1, inputs).contiguous()
+    codes = inputs // 2 if form == INT4 else inputs
+    parts = [t for t in (weight, scales, zeros, bias) if t is not None]
+    if weight.shape[1] != codes or any(
+            t.device != x.device or not t.is_contiguous() for t in parts):
+        raise KernelError(f'codes {list(weight.shape)} for {inputs} inputs, or not all tensors '
+                          f'contiguous on {x.device}')
+    out = torch.empty((flat.shape[0], outputs), dtype=x.dtype, device=x.device)
+    product = NativeProduct(
+        flat.data_ptr(), weight.data_ptr(), scales.data_ptr(),
+        None if zeros is None else zeros.data_ptr(), None if bias is None else bias.data_ptr(),
+        out.data_ptr(), DTYPES.index(x.dtype), form, flat.shape[0], inputs, outputs,
+        0 if zeros is None else inputs // scales.shape[1])
+    message = ctypes.create_string_buffer(_MESSAGE)
+    with torch.cuda.device(x.device):
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        code = native.qwen_vl_quant_gemm(ctypes.byref(product), ctypes.c_void_p(stream), message,
+                                         ctypes.c_size_t(_MESSAGE))
+    if code:
+        raise KernelError(message.value.decode(errors='replace'), code)
+    return out.view(*x.shape[:-1], outputs)
