@@ -18,6 +18,7 @@ class Standing:
     """
 
     def __init__(self, sources: Sequence[str], ahead: bool = True) -> None:
+        self.sources = tuple(sources)
         self._before: dict[str, int] = dict.fromkeys(sources, 0)
         self._decoding: dict[str, int] = dict.fromkeys(sources, 0)
         self._turn = 0
@@ -31,7 +32,7 @@ class Standing:
         :param ready: sources that have a new frame; ``None`` is all.
         """
         with self._lock:
-            names = list(self._before)
+            names = self.sources
             for name in names[self._turn:] + names[:self._turn]:
                 if self._free(name) and (ready is None or name in ready):
                     self._turn = (names.index(name) + 1) % len(names)

@@ -122,12 +122,13 @@ class Rounds:
         if look is None or not track.room(track.vision):
             return False
         patches = self._patches(task, look)
-        if patches is None or (task.horizon() > run.prefilled and len(task.encoded) > 1):
+        behind = bool(task.encoded) and task.horizon() > run.prefilled
+        if patches is None or (behind and track.room(track.prefill)):
             return False
+        start = look.ready
         with track.vision.active():
             run.encode(look, patches)
-        task.encoded.append((run.ready if run.to_encode is None else look.ready,
-                             track.took(track.vision, task)))
+        task.encoded.append((start, look.ready, track.took(track.vision, task)))
         if not look.parts:
             task.patches.pop(look.visual.key, None)
         return True
@@ -150,11 +151,9 @@ class Rounds:
         if not task.told_prefill:
             task.told_prefill = True
             self.tell(task, Stage('prefill'))
-        begin = 0
-        for reached, mark in task.encoded:
-            if begin < run.prefilled + most:
+        for start, stop, mark in task.encoded:
+            if start < run.prefilled + most and stop > run.prefilled:
                 track.prefill.wait(mark)
-            begin = reached
         with track.prefill.active():
             run.prefill(most)
         track.took(track.prefill, task)

@@ -240,6 +240,9 @@ class Running:
         choice = shared.model.first_token(
             self.hidden, lambda logits: choose(logits, sampling, generator, allowed), self.clock)
         self.hidden = None
+        if self.cache is not None:
+            # The choice was waited for, so that all rows before it are written.
+            self.cache.settled = self.cache.length
         self._keep_features()
         return choice
 
@@ -296,7 +299,7 @@ class Running:
 
     def _delta(self, text: str) -> Delta | None:
         self._said.append(text)
-        return Delta(text, len(self.generated.ids)) if text else None
+        return Delta(text, len(self.generated.ids), self.generated.margin) if text else None
 
     def answer(self) -> Done:
         """Return the answer, and remember it where it belongs to a session."""
@@ -305,6 +308,9 @@ class Running:
         if state.reason in ('stop', 'length') and shared.prompts.is_plain(said):
             shared.sessions.store(
                 self.request.session_id, (*self.turns[:-1], replace(self.turns[-1], answer=said)))
+        observe = getattr(shared.options.selector, 'observe', None)
+        if observe is not None:
+            observe(self.request, self.visuals, self.prompt, tuple(state.ids))
         bands = self.micro_batch < 1 and bool(shown)
         return Done(Answer(
             said, state.reason, tuple(state.ids), state.confidence,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +36,10 @@ GLANCE_S = 0.0002
 
 #: Longest time that a cancel goes unnoticed while nothing else happens, seconds.
 NOTICE_S = 0.005
+
+
+#: Longest time that another thread keeps the interpreter when the device's thread wants it.
+SWITCH_S = 0.0005
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,9 @@ class Scheduler:
 
     def start(self) -> None:
         """Run on a thread of its own until :meth:`stop`."""
+        # A thread that makes prompts may keep the interpreter for so long; by default that is
+        # five decode steps of a fast GPU.
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._open = True
         self._thread = threading.Thread(target=self._work, name='engine', daemon=True)
         self._thread.start()

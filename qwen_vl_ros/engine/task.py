@@ -51,8 +51,8 @@ class Task:
     patches: dict[int, Future[Prepared]] = field(default_factory=dict)
     opened: bool = False
     told_prefill: bool = False
-    #: Index of the prompt that encoding has reached, and the mark behind it, a part each.
-    encoded: list[tuple[int, Mark]] = field(default_factory=list)
+    #: Of each part encoded: its place in the prompt, and the mark behind its work.
+    encoded: list[tuple[int, int, Mark]] = field(default_factory=list)
     #: Behind the last work on the device that it has.
     marks: list[Mark] = field(default_factory=list)
     last: int = -1
@@ -81,11 +81,9 @@ class Task:
         """
         run = self.run
         assert run is not None
-        if run.to_encode is None or not self.encoded or self.encoded[-1][1].reached:
+        if run.to_encode is None or not self.encoded or self.encoded[-1][2].reached:
             return run.ready
-        if len(self.encoded) > 1:
-            return self.encoded[-2][0]
-        return run.looks[0].span[0] if not run.looks[0].cached else run.ready
+        return self.encoded[-1][0]
 
 
 class Track:

@@ -18,10 +18,13 @@ class Visual:
     :param frames: the frames; a clip of odd length repeats its last frame (as transformers does).
     :param keep: bool, one entry a 2x2 unit of the grid in raster order over all temporal slices
         (shape [T * H/2 * W/2]); ``None`` keeps all.
+    :param variant: names features that are not those of the encoder on the kept units alone, so
+        that caches tell them apart (see :mod:`qwen_vl_ros.saliency.after_merger`).
     """
 
     frames: tuple[Frame, ...]
     keep: np.ndarray | None = None
+    variant: str = ''
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class Delta:
-    """Text that became final; never ends inside a character. ``tokens``: generated so far."""
+    """
+    Text that became final; never ends inside a character.
+
+    :param tokens: generated so far.
+    :param margin: of the answer's first position, as in :class:`Answer`.
+    """
 
     text: str
     tokens: int
+    margin: float = field(default=float('nan'), compare=False)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from qwen_vl_ros.engine.errors import ErrorCode
 from qwen_vl_ros.node.cameras import CameraInput
 from qwen_vl_ros.node.device import Board
 from qwen_vl_ros.node.messages import decode_rates
+from qwen_vl_ros.node.overlap import Overlap
 from qwen_vl_ros.node.parameters import Settings
 from qwen_vl_ros.node.requests import Job, Outcome
 from qwen_vl_ros.pipeline import CameraCounts, FrameStore
@@ -101,6 +102,7 @@ class Facts:
     queue_depth: int
     cameras: tuple[CameraInput, ...]
     store: FrameStore | None
+    overlap: Overlap | None = None
 
 
 class Reporter:
@@ -128,7 +130,8 @@ class Reporter:
             'model': model_status(
                 facts.state, facts.info, facts.load_time_s, facts.load_failure),
             'inference': inference_status(
-                self._statistics, settings, facts.queue_depth, self._peak_gb_s)}
+                self._statistics, settings, facts.queue_depth, self._peak_gb_s),
+            'pipeline': pipeline_status(facts.overlap)}
         for camera in facts.cameras:
             if facts.store is None or camera.name not in facts.store.cameras:
                 continue
@@ -199,6 +202,21 @@ def inference_status(statistics: Statistics, settings: Settings, depth: int,
         return WARN, (f'decoding uses {utilization:.0%} of the memory bandwidth, '
                       f'{settings.diagnostics_min_bandwidth_utilization:.0%} are expected'), values
     return OK, 'answering' if statistics.answers else 'idle', values
+
+
+def pipeline_status(overlap: Overlap | None) -> tuple[bytes, str, dict[str, Any]]:
+    """Return level, sentence and values of the status ``pipeline``."""
+    found = overlap.pipeline() if overlap is not None else None
+    values = {
+        'max_sequences': overlap.plan.options.max_sequences if overlap is not None else 1,
+        'under_way': overlap.plan.under_way if overlap is not None else 'unavailable',
+        'bubble_share': found.idle_share if found else math.nan,
+        'bubble_ms_per_answer': (
+            found.idle_ms / found.answers if found and found.answers else math.nan),
+        'decode_waits_share': found.starved_share if found else math.nan,
+        'approximate': (
+            'micro_batch' if overlap is not None and overlap.plan.options.micro_batch < 1 else '')}
+    return OK, 'stages overlap' if overlap is not None else 'one question after the other', values
 
 
 def camera_status(camera: CameraInput, counts: CameraCounts, rejected_lately: bool,

@@ -25,6 +25,7 @@ from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.types import Delta, Stage
 from qwen_vl_ros.node import diagnostics, messages
 from qwen_vl_ros.node.cameras import CameraInput
+from qwen_vl_ros.node.continuous import ContinuousMode, Watch
 from qwen_vl_ros.node.device import explain_failed_load, hardware_id, peak_bandwidth_gb_s
 from qwen_vl_ros.node.parameters import (
     MAX_DEADLINE_S,
@@ -40,9 +41,6 @@ SUCCESS, FAILURE = TransitionCallbackReturn.SUCCESS, TransitionCallbackReturn.FA
 
 #: Makes an engine from settings; raises EngineError or anything else.
 Loader = Callable[[Settings], EngineLike]
-
-#: Told the events of one question, besides the topics.
-Watch = Callable[[Job, 'Queued | Stage | Delta | Outcome'], None]
 
 
 class QwenVlNode(LifecycleNode):
@@ -69,6 +67,7 @@ class QwenVlNode(LifecycleNode):
         self._load_time_s = 0.0
         self._perception: Perception | None = None
         self._cameras: list[CameraInput] = []
+        self._continuous = ContinuousMode(self._start, self.get_logger().debug)
         self._goals: dict[bytes, Job] = {}
         self._numbers = itertools.count(1)
         self._run_id = f'{time.time_ns() // 10**6 & 0xFFFFFF:06x}'
@@ -175,6 +174,7 @@ class QwenVlNode(LifecycleNode):
                 self.get_logger().error(f'activation failed: {error}')
                 self._close()
                 return FAILURE
+            self._continuous.restart()
             self.state = 'active'
             topics = ', '.join(camera.topic for camera in self._cameras) or 'no camera'
             self.get_logger().info(f'ready for questions about {topics}')
@@ -341,22 +341,8 @@ class QwenVlNode(LifecycleNode):
             self.publications.refused(refused, Outcome(error.code, error.message))
 
     def _ask_standing_question(self) -> None:
-        settings, perception = self.settings, self._perception
-        if not settings.continuous_enable or self.state != 'active' or perception is None:
-            return
-        busy = perception.requests.busy or perception.requests.depth
-        if busy or not self._cameras or not perception.store.is_new(self._cameras[0].name):
-            return
-
-        def make(name: str) -> Question:
-            return Question(
-                settings.continuous_question, num_frames=settings.continuous_num_frames,
-                deadline_s=settings.generation_deadline_s, source='continuous', question_id=name)
-
-        try:
-            self._start(make, lambda job, event: None)
-        except EngineError as error:
-            self.get_logger().debug(f'standing question left out: {error.message}')
+        if self.state == 'active' and self._perception is not None:
+            self._continuous.tick(self.settings, self._perception)
 
     def _on_enable(self, request: SetBool.Request, response: SetBool.Response) -> Any:
         result = self.set_parameters([Parameter('continuous.enable', value=request.data)])[0]
@@ -391,7 +377,8 @@ class QwenVlNode(LifecycleNode):
             info=perception.engine.info if perception is not None else None,
             queue_depth=perception.requests.depth if perception is not None else 0,
             cameras=tuple(self._cameras),
-            store=perception.store if perception is not None else None)
+            store=perception.store if perception is not None else None,
+            overlap=perception.overlap if perception is not None else None)
         array = self._reporter.report(facts, self.settings)
         array.header.stamp = self.get_clock().now().to_msg()
         self._diagnostics.publish(array)

@@ -73,6 +73,11 @@ class Settings:
     model_allow_download: bool = parameter(
         'model.allow_download', False, CONFIGURE,
         'Let model.path name a repository that is fetched. Robots are offline: off.')
+    preprocess_device: str = parameter(
+        'preprocess.device', 'auto', CONFIGURE,
+        'Where pictures become patch embeddings. auto measures both for every size of picture, '
+        'and says in the log which it takes. gpu needs model.device cuda.',
+        choices=('auto', 'cpu', 'gpu'))
     vision_min_pixels: int = parameter(
         'vision.min_pixels', 3136, LIVE,
         'Smaller pictures are scaled up to this many pixels; pixels / 784 = tokens.',
@@ -120,6 +125,23 @@ class Settings:
     prompt_template_file: str = parameter(
         'prompt.template_file', '', CONFIGURE,
         'Text file that holds {question} once; every question is put into it. Empty: none.')
+    scheduler_overlap: bool = parameter(
+        'scheduler.overlap', True, ACTIVATE,
+        'Questions run beside each other: one is looked at while another is decoded, decode steps '
+        'are shared. Off: one after the other.')
+    scheduler_max_sequences: int = parameter(
+        'scheduler.max_sequences', 4, CONFIGURE,
+        'Questions under way at a time; each takes a cache of model.max_context tokens. One place '
+        'is kept free of standing questions.', low=1, high=8)
+    scheduler_micro_batch: float = parameter(
+        'scheduler.micro_batch', 1.0, ACTIVATE,
+        'Pictures, or slices of a clip, that are encoded and handed to the language model '
+        'together. Below 1 the share of one, an experiment. Approximate then: can change answers.',
+        low=0.05, high=64.0)
+    scheduler_cache_mb: int = parameter(
+        'scheduler.cache_mb', 0, CONFIGURE,
+        'Most memory of all caches, MB (1e6 bytes); fewer questions then run beside each other. '
+        '0: as much as scheduler.max_sequences needs.', low=0, high=1_000_000)
     pruning_enable: bool = parameter(
         'pruning.enable', False, LIVE, 'Drop vision tokens. Approximate: can change answers.')
     pruning_keep_ratio: float = parameter(
@@ -135,9 +157,14 @@ class Settings:
         'continuous.enable', False, LIVE, 'Ask continuous.question again and again.')
     continuous_question: str = parameter(
         'continuous.question', 'What do you see?', LIVE, 'The standing question.')
+    continuous_cameras: str = parameter(
+        'continuous.cameras', '', LIVE,
+        'Cameras that the standing question is about, one after the other: names with commas '
+        'between, or all. Empty: the first.')
     continuous_rate_hz: float = parameter(
         'continuous.rate_hz', 1.0, LIVE,
-        'Standing questions a second; one that finds the engine busy is left out.',
+        'Standing questions a second and camera; one is left out while the last is not yet being '
+        'decoded, or without scheduler.overlap while the engine is busy.',
         low=0.01, high=60.0)
     continuous_num_frames: int = parameter(
         'continuous.num_frames', 1, LIVE, 'Frames that the standing question looks at.',
@@ -219,9 +246,28 @@ class Settings:
             reasons.append('continuous.enable needs a continuous.question')
         try:
             self.camera_topics()
+            self.standing_cameras()
         except ValueError as error:
             reasons.append(str(error))
         return reasons
+
+    def standing_cameras(self) -> tuple[str, ...]:
+        """
+        Return the names of the cameras that the standing question is about.
+
+        :raises ValueError: for one that there is not.
+        """
+        names = tuple(self.camera_topics())
+        wanted = [name.strip().strip('/') for name in self.continuous_cameras.split(',')]
+        if wanted == ['']:
+            return names[:1]
+        if wanted == ['all']:
+            return names
+        for name in wanted:
+            if name not in names:
+                raise ValueError(f"continuous.cameras: there is no camera '{name}'; there are "
+                                 f"{', '.join(names)}")
+        return tuple(dict.fromkeys(wanted))
 
     def camera_topics(self) -> dict[str, str]:
         """

@@ -6,16 +6,16 @@ The node feeds it from subscriptions and callbacks; a test or a program can do s
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, Protocol
 
 from qwen_vl_ros.decode import FrameError
-from qwen_vl_ros.engine.constrain import is_json
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.types import Delta, Done, Request, Stage, Visual
 from qwen_vl_ros.measure.timeline import Timeline
+from qwen_vl_ros.node.overlap import Overlap, outcome_of
 from qwen_vl_ros.node.parameters import Settings
 from qwen_vl_ros.node.requests import Job, Outcome, Requests
 from qwen_vl_ros.pipeline import (
@@ -31,7 +31,11 @@ TOKEN_PIXELS = 784
 
 
 class EngineLike(Protocol):
-    """What the node asks of an engine (see :mod:`qwen_vl_ros.engine.engine`)."""
+    """
+    What the node asks of an engine (see :mod:`qwen_vl_ros.engine.engine`).
+
+    One that has ``scheduler`` as well can answer several questions beside each other.
+    """
 
     @property
     def info(self) -> Any:
@@ -55,7 +59,7 @@ class Perception:
     """
     Newest frames, waiting questions and the engine, put together.
 
-    :param engine: used from the worker's thread only, from :meth:`start` to :meth:`stop`.
+    :param engine: nobody else uses it from :meth:`start` to :meth:`stop`.
     :param settings: live ones may be swapped by assigning :attr:`settings`.
     :param ros_now_ns: clock of the pictures' stamps, nanoseconds.
     :param info_changed: called when the engine's ``info`` has changed.
@@ -70,20 +74,39 @@ class Perception:
         self._info_changed = info_changed
         self._limits = (settings.vision_min_pixels, settings.vision_max_pixels)
         self._forget = False
+        self._preparing = threading.Lock()
         self.store = FrameStore(tuple(settings.camera_topics()), settings.clip_length)
         self.requests = Requests(self.answer, settings.queue_size, self._check_newest)
+        self.overlap: Overlap | None = None
 
     def start(self) -> None:
         """Take questions from now on, about the cameras in the settings."""
-        self.store = FrameStore(tuple(self.settings.camera_topics()), self.settings.clip_length)
-        self.requests.size = self.settings.queue_size
-        self.requests.start()
+        settings = self.settings
+        self.store = FrameStore(tuple(settings.camera_topics()), settings.clip_length)
+        self.requests.size = settings.queue_size
+        self.requests.standing = len(settings.standing_cameras())
+        if settings.scheduler_overlap and hasattr(self.engine, 'scheduler'):
+            self.overlap = Overlap(
+                self.engine.scheduler(settings.scheduler_max_sequences,
+                                      micro_batch=settings.scheduler_micro_batch),
+                self._prepare)
+        self.requests.runner = self.overlap
+        try:
+            self.requests.start()
+        except RuntimeError:
+            self._end_overlap(0.0)
+            raise
 
     def stop(self, why: str = 'the node was deactivated', timeout_s: float = 2.0) -> bool:
         """End all questions, drop all frames; see :meth:`Requests.stop`."""
         ended = self.requests.stop(Outcome(ErrorCode.INACTIVE, why), timeout_s)
+        ended = self._end_overlap(timeout_s) and ended
         self.store.clear()
         return ended
+
+    def _end_overlap(self, timeout_s: float) -> bool:
+        overlap, self.overlap, self.requests.runner = self.overlap, None, None
+        return overlap is None or overlap.stop(timeout_s)
 
     def receive(self, camera: str, message: Any) -> None:
         """Keep a camera's message until a newer one comes; it is decoded when somebody asks."""
@@ -100,18 +123,7 @@ class Perception:
 
         :raises EngineError: see :class:`ErrorCode`.
         """
-        if self._forget:
-            self._forget = False
-            self.engine.reset_sessions()
-        settings = self.settings
-        limits = (settings.vision_min_pixels, settings.vision_max_pixels)
-        if limits != self._limits:
-            self.engine.set_pixels(*limits)
-            self._limits = limits
-            self._info_changed()
-        with job.timeline.stage('decode_message'):
-            visuals = self._look(job, settings)
-        request = self._request(job, visuals, settings)
+        request = self._prepare(job)
         answer = None
         for event in self.engine.answer(
                 request, timeline=job.timeline, cancelled=job.should_stop):
@@ -121,16 +133,27 @@ class Perception:
                 job.tell(event)
         if answer is None:
             raise EngineError(ErrorCode.UNKNOWN, 'the engine ended without an answer')
-        stopped = job.stopped
-        if stopped is None or answer.finish_reason not in ('cancelled', 'deadline'):
-            if request.json_schema and not is_json(answer.text):
-                return Outcome(
-                    ErrorCode.BAD_SCHEMA,
-                    f'the answer ended ({answer.finish_reason}) before it was whole JSON; a '
-                    'larger max_new_tokens or a simpler schema may help', answer)
-            return Outcome(ErrorCode.NONE, answer=answer)
-        reason = 'deadline' if stopped.code == ErrorCode.DEADLINE else 'cancelled'
-        return replace(stopped, answer=replace(answer, finish_reason=reason))
+        return outcome_of(job, answer, request)
+
+    def _prepare(self, job: Job) -> Request:
+        """
+        Choose and decode a question's pictures and make its request, on whatever thread.
+
+        :raises EngineError: see :class:`ErrorCode`.
+        """
+        with self._preparing:
+            if self._forget:
+                self._forget = False
+                self.engine.reset_sessions()
+            settings = self.settings
+            limits = (settings.vision_min_pixels, settings.vision_max_pixels)
+            if limits != self._limits:
+                self.engine.set_pixels(*limits)
+                self._limits = limits
+                self._info_changed()
+        with job.timeline.stage('decode_message'):
+            visuals = self._look(job, settings)
+        return self._request(job, visuals, settings)
 
     def _look(self, job: Job, settings: Settings) -> tuple[Visual, ...]:
         """Return the question's pictures and note whose they are and how old."""

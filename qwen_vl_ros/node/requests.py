@@ -1,8 +1,9 @@
 """
-Questions that wait, and the one thread that owns the engine.
+Questions that wait, and those that the engine is at.
 
 Nothing here knows ROS. Callbacks :meth:`Requests.submit` and go; what happens to a question is
-told to its listener from the worker's thread (or from :meth:`Requests.tick`'s, when time was up).
+told to its listener from another thread: the worker's, the runner's, or that of
+:meth:`Requests.tick`, when time was up.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.types import Answer, Delta, Stage
@@ -25,6 +26,9 @@ LOG = logging.getLogger(__name__)
 
 #: An answer whose engine does not stop at the deadline is reported without it after this long.
 GRACE_NS = 500_000_000
+
+#: Sources that let others go first; among equals, who came first.
+RANKS = {'service': 1, 'continuous': 2}
 
 #: Different faults that are logged, each once: a standing question can fail again and again.
 LOGGED = 100
@@ -42,8 +46,8 @@ class Question:
     :param max_age_s: older pictures are refused; ``None`` is the node's limit.
     :param options: fields of :class:`~qwen_vl_ros.engine.types.Request` that it sets itself.
     :param deadline_s: seconds from submission.
-    :param source: ``action``, ``service``, ``topic`` or ``continuous`` (which lets the others go
-        first and does not count for the queue's size).
+    :param source: ``action`` and ``topic`` go first, then ``service``, then ``continuous`` (which
+        does not count for the queue's size).
     :param question_id: appears in everything that is published about it.
     """
 
@@ -141,6 +145,20 @@ class Job:
                               self.question.question_id)
 
 
+class Runner(Protocol):
+    """Runs several questions beside each other."""
+
+    def room(self, job: Job) -> bool:
+        """Say whether a question would be taken up at once."""
+
+    def run(self, job: Job, ended: Callable[[Outcome], None]) -> None:
+        """
+        Take a question up and return; ``ended`` is called once, from whatever thread.
+
+        :raises EngineError: when it is refused; then ``ended`` is not called.
+        """
+
+
 class Requests:
     """
     Bounded queue and worker thread.
@@ -156,9 +174,13 @@ class Requests:
         self._answer = answer
         self._idle = idle or (lambda: None)
         self.size = size
+        #: Standing questions that may wait.
+        self.standing = 1
+        #: What runs questions beside each other; ``None`` is one after the other.
+        self.runner: Runner | None = None
         self._waiting: list[tuple[int, int, Job]] = []
         self._numbers = itertools.count()
-        self._running: Job | None = None
+        self._running: list[Job] = []
         self._changed = threading.Condition()
         self._open = False
         self._thread: threading.Thread | None = None
@@ -171,7 +193,7 @@ class Requests:
         :raises RuntimeError: when the engine has not let go of a question from before the stop.
         """
         with self._changed:
-            if self._running is not None:
+            if self._running:
                 raise RuntimeError('the engine is still busy with a question from before')
             self._open = True
             self._thread = threading.Thread(target=self._work, name='engine', daemon=True)
@@ -187,16 +209,16 @@ class Requests:
         with self._changed:
             self._open = False
             waiting, self._waiting = self._waiting, []
-            running, thread, self._thread = self._running, self._thread, None
+            running, thread, self._thread = list(self._running), self._thread, None
             self._changed.notify_all()
         for _, _, job in waiting:
             job.tell(outcome)
-        if running is not None:
-            running.stop(outcome)
+        for job in running:
+            job.stop(outcome)
         if thread is not None:
             thread.join(timeout_s)
-        if running is not None:
-            running.tell(outcome)
+        for job in running:
+            job.tell(outcome)
         return thread is None or not thread.is_alive()
 
     @property
@@ -207,7 +229,7 @@ class Requests:
     @property
     def busy(self) -> bool:
         """Say whether a question is being answered."""
-        return self._running is not None
+        return bool(self._running)
 
     def submit(self, job: Job) -> None:
         """
@@ -215,14 +237,16 @@ class Requests:
 
         :raises EngineError: QUEUE_FULL or INACTIVE.
         """
-        rank = int(job.question.source == 'continuous')
+        rank = RANKS.get(job.question.source, 0)
+        standing = rank == RANKS['continuous']
         with self._changed:
             if not self._open:
                 raise EngineError(ErrorCode.INACTIVE, 'the node is not active')
-            if sum(r == rank for r, _, _ in self._waiting) >= (1 if rank else self.size):
+            wait = sum((r == RANKS['continuous']) == standing for r, _, _ in self._waiting)
+            if wait >= (self.standing if standing else self.size):
                 raise EngineError(
                     ErrorCode.QUEUE_FULL,
-                    f'{self.size} questions wait already (queue.size); ask again later')
+                    f'{wait} questions wait already (queue.size); ask again later')
             heapq.heappush(self._waiting, (rank, next(self._numbers), job))
             self._changed.notify_all()
         self._tell_positions()
@@ -240,14 +264,15 @@ class Requests:
         now = time.monotonic_ns()
         with self._changed:
             late = [job for _, _, job in self._waiting if job.deadline_ns <= now]
-            running = self._running
+            running = list(self._running)
         for job in late:
             if self._remove(job):
                 job.tell(job.too_late())
         if late:
             self._tell_positions()
-        if running is not None and running.deadline_ns + GRACE_NS <= now:
-            running.tell(running.too_late())
+        for job in running:
+            if job.deadline_ns + GRACE_NS <= now:
+                job.tell(job.too_late())
 
     def _remove(self, job: Job) -> bool:
         with self._changed:
@@ -259,7 +284,7 @@ class Requests:
 
     def _tell_positions(self) -> None:
         with self._changed:
-            ahead = int(self.busy)
+            ahead = len(self._running)
             places = [(place + ahead, entry[2])
                       for place, entry in enumerate(sorted(self._waiting, key=lambda e: e[:2]))]
         for place, job in places:
@@ -268,12 +293,22 @@ class Requests:
     def _next(self) -> Job | None:
         """Return the next question; ``None`` after a second without one, or at the end."""
         with self._changed:
-            if not self._waiting and self._thread is threading.current_thread():
+            entry = self._first()
+            if entry is None and self._thread is threading.current_thread():
                 self._changed.wait(1.0)
-            if self._waiting and self._thread is threading.current_thread():
-                self._running = heapq.heappop(self._waiting)[2]
-                return self._running
+                entry = self._first()
+            if entry is not None and self._thread is threading.current_thread():
+                self._waiting.remove(entry)
+                heapq.heapify(self._waiting)
+                self._running.append(entry[2])
+                return entry[2]
         return None
+
+    def _first(self) -> tuple[int, int, Job] | None:
+        """Return the first of those that wait for which there is room."""
+        if self.runner is None:
+            return min(self._waiting, default=None)
+        return min((e for e in self._waiting if self.runner.room(e[2])), default=None)
 
     def _work(self) -> None:
         while self._thread is threading.current_thread():
@@ -284,10 +319,22 @@ class Requests:
                 continue
             self._tell_positions()
             job.timeline.add('queue', job.timeline.start_ns, time.monotonic_ns())
-            outcome = self._run(job)
-            with self._changed:
-                self._running = None
-            job.tell(outcome)
+            self._take_up(job)
+
+    def _take_up(self, job: Job) -> None:
+        if self.runner is None or job.should_stop():
+            self._end(job, self._run(job))
+            return
+        try:
+            self.runner.run(job, lambda outcome: self._end(job, outcome))
+        except EngineError as error:
+            self._end(job, Outcome(error.code, error.message))
+
+    def _end(self, job: Job, outcome: Outcome) -> None:
+        with self._changed:
+            self._running.remove(job)
+            self._changed.notify_all()
+        job.tell(outcome)
 
     def _run(self, job: Job) -> Outcome:
         if job.should_stop():

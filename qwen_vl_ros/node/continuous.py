@@ -1,0 +1,74 @@
+"""Continuous mode: the standing question about the newest frames, camera by camera."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from qwen_vl_ros.engine.errors import EngineError
+from qwen_vl_ros.engine.types import Delta, Stage
+from qwen_vl_ros.node.parameters import Settings
+from qwen_vl_ros.node.perception import Perception
+from qwen_vl_ros.node.requests import Job, Outcome, Question, Queued
+from qwen_vl_ros.standing import Standing
+
+#: Told the events of one question, besides the topics.
+Watch = Callable[[Job, 'Queued | Stage | Delta | Outcome'], None]
+
+#: Queues a question that is made given its id; raises EngineError where it is refused.
+Start = Callable[[Callable[[str], Question], Watch], Job]
+
+
+class ContinuousMode:
+    """
+    Asks the standing question of cameras whose turn it is.
+
+    :param start: queues a question.
+    :param log: for what is left out.
+    """
+
+    def __init__(self, start: Start, log: Callable[[str], object]) -> None:
+        self._start = start
+        self._log = log
+        self._standing: Standing | None = None
+
+    def restart(self) -> None:
+        """Forget what is under way: it has been ended."""
+        self._standing = None
+
+    def tick(self, settings: Settings, perception: Perception) -> None:
+        """Ask about the newest frame of each camera whose turn it is."""
+        if not settings.continuous_enable:
+            return
+        names = settings.standing_cameras()
+        if self._standing is None or self._standing.sources != names:
+            self._standing = Standing(names, ahead=perception.overlap is not None)
+        requests = perception.requests
+        for _ in names:
+            if perception.overlap is None and (requests.busy or requests.depth):
+                return
+            name = self._standing.next([n for n in names if perception.store.is_new(n)])
+            if name is None:
+                return
+            self._ask(name, settings, self._standing)
+
+    def _ask(self, name: str, settings: Settings, standing: Standing) -> None:
+        decoded: list[bool] = []
+
+        def make(number: str) -> Question:
+            return Question(
+                settings.continuous_question, cameras=(name,),
+                num_frames=settings.continuous_num_frames,
+                deadline_s=settings.generation_deadline_s, source='continuous', question_id=number)
+
+        def watch(job: Job, event: Queued | Stage | Delta | Outcome) -> None:
+            if isinstance(event, Stage) and event.name == 'decode':
+                decoded.append(True)
+                standing.decoding(name)
+            elif isinstance(event, Outcome):
+                standing.ended(name, bool(decoded))
+
+        try:
+            self._start(make, watch)
+        except EngineError as error:
+            standing.ended(name, False)
+            self._log(f'standing question left out: {error.message}')
