@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from qwen_vl_ros.engine.model import Model, Placed
 from qwen_vl_ros.engine.options import ModelInfo, Options, cache_count, check_options
 from qwen_vl_ros.engine.prompt import Prompt, PromptBuilder, Turn, VisualToken
 from qwen_vl_ros.engine.quantize import KINDS, quantize_language
+from qwen_vl_ros.engine.quantize_vision import quantize_vision
 from qwen_vl_ros.engine.running import Running, plan_visuals, step
 from qwen_vl_ros.engine.sessions import Sessions
 from qwen_vl_ros.engine.stages import DeviceClock, FeatureCache
@@ -29,6 +30,8 @@ from qwen_vl_ros.engine.types import Event, Request, Stage, Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.measure.timeline import Timeline
 
+if TYPE_CHECKING:
+    from qwen_vl_ros.engine.schedule import Scheduler
 
 class Engine:
     """
@@ -54,8 +57,9 @@ class Engine:
         #: Ids that end an answer: those of the config and both that Qwen's template knows.
         self.end_tokens = frozenset(checkpoint.config.eos_tokens) | {
             vocabulary[t] for t in ('<|im_end|>', '<|endoftext|>') if t in vocabulary}
-        self.model = Model(checkpoint)
+        self.model = Model(checkpoint, options.preprocess)
         quantize_language(self.model.language, quantization)
+        quantize_vision(self.model.vision, options.vision_quantization)
         self.constraints = Constraints(
             checkpoint.tokenizer, checkpoint.config.language.vocab, self.end_tokens)
         self.sessions = Sessions()
@@ -75,6 +79,10 @@ class Engine:
             max_pixels=self._within(options.max_pixels), max_context=options.max_context,
             image_processor='pillow bicubic', engine_version=qwen_vl_ros.__version__,
             load_time_s=time.monotonic() - started)
+        # A selector that asks the model, for its words or its gradients.
+        bind = getattr(options.selector, 'bind', None)
+        if bind is not None:
+            bind(self)
 
     @classmethod
     def load(
@@ -138,6 +146,18 @@ class Engine:
             raise reason from error
         finally:
             run.close()
+
+    def scheduler(self, max_sequences: int, **options: Any) -> Scheduler:
+        """
+        Return what answers several requests beside each other, not started yet.
+
+        :param max_sequences: at a time; no more than there are caches.
+        :param options: further ones of :class:`ScheduleOptions`.
+        :raises EngineError: BAD_REQUEST for options out of range.
+        """
+        from qwen_vl_ros.engine.schedule import ScheduleOptions, Scheduler
+
+        return Scheduler(self, ScheduleOptions(max_sequences, **options))
 
     def check_open(self) -> None:
         """:raises EngineError: INACTIVE when it has been closed."""

@@ -62,6 +62,8 @@ class Options:
     :param selector: chooses units where a request's keep_ratio is under 1.
     :param preprocess: where pictures become patch embeddings: cpu, gpu, or auto, which measures
         both for every size of picture (see offload.py).
+    :param vision_quantization: of the encoder, none or int8; approximate, and given up at load
+        where it changes merged tokens too much (see quantize_vision.py).
     """
 
     max_context: int = 4096
@@ -74,6 +76,7 @@ class Options:
     cache_bytes: int = 0
     selector: Selector = uniform_keep
     preprocess: str = 'auto'
+    vision_quantization: str = 'none'
 
 
 def cache_count(options: Options, one: int) -> int:

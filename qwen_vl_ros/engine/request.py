@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,6 +15,8 @@ from qwen_vl_ros.engine.types import Request, Visual
 from qwen_vl_ros.frame import Frame
 
 #: Chooses units of a visual: (frames, grid in patches, share, question) -> bool [t * h/2 * w/2].
+#: One that has ``bind(engine)`` is given the engine when that is loaded; one that has
+#: ``observe(request, visuals, prompt, ids)`` is told of every answer (see saliency/next_frame.py).
 Selector = Callable[[Sequence[Frame], Grid, float, str], np.ndarray]
 
 
@@ -69,5 +72,7 @@ def plan_visual(
         if keep.all():
             keep = None
     units = None if keep is None else np.flatnonzero(keep)
-    return VisualToken(grid, len(visual.frames) > 1, content_key(visual.frames, grid, keep),
-                       units, tuple(visual.frames))
+    key = content_key(visual.frames, grid, keep)
+    if visual.variant and units is not None:
+        key ^= zlib.crc32(visual.variant.encode()) << 24
+    return VisualToken(grid, len(visual.frames) > 1, key, units, tuple(visual.frames))

@@ -49,14 +49,19 @@ def load_engine(settings: Settings) -> Any:
     :raises EngineError: one sentence: path, what was found, what was expected.
     """
     from qwen_vl_ros.engine.engine import Engine
-    from qwen_vl_ros.saliency.select import make_selector
+    from qwen_vl_ros.saliency.region import parse_region
+    from qwen_vl_ros.saliency.selectors import make_selector
 
+    model = settings.model_path or str(share('models', 'tiny'))
     engine = Engine.load(
-        settings.model_path or str(share('models', 'tiny')), device=settings.model_device,
+        model, device=settings.model_device,
         dtype=settings.model_dtype, quantization=settings.model_quantization,
         max_context=settings.model_max_context, min_pixels=settings.vision_min_pixels,
         max_pixels=settings.vision_max_pixels, allow_download=settings.model_allow_download,
-        selector=make_selector(settings.pruning_selector))
+        selector=make_selector(settings.pruning_selector),
+        preprocess=settings.preprocess_device,
+        max_sequences=settings.scheduler_max_sequences,
+        cache_bytes=settings.scheduler_cache_mb * 10**6)
     engine.warm_up(sizes=[(640, 480)])
     return engine
 
