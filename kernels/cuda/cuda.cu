@@ -216,38 +216,16 @@ int check_projection(const qwen_vl_projection* p, const void* out, int64_t units
   return QWEN_VL_OK;
 }
 
-template <class T, class Out, int kFeatures, int kRows, class Source>
-cudaError_t launch(const qwen_vl_cuda& handle, const Source& source, int space, Units units,
-                   const qwen_vl_projection& p, const float* addend, void* out,
-                   cudaStream_t stream) {
-  const auto kernel = embed<T, Out, kFeatures, kRows, Source>;
-  const int bytes = shared_bytes<kFeatures, kRows, Source>(space);
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error) return error;
-  const int blocks = (units.count + kRows / 4 - 1) / (kRows / 4);
-  const int tiles = (p.width + kTileColumns - 1) / kTileColumns;
-  // Patches in memory: a tile of columns a block. A frame: blocks that share rows each make them,
-  // which pays only where half of the multiprocessors would be idle.
-  int splits = tiles;
-  if (Source::kResident) splits = 2 * blocks <= handle.multiprocessors ? 2 : 1;
-  const int tiles_each = (tiles + splits - 1) / splits;
-  splits = (tiles + tiles_each - 1) / tiles_each;
-  return launch_kernel(kernel, dim3(blocks, splits), kEmbedThreads, bytes, stream, source, units,
-                       static_cast<const T*>(p.weight), p.bias, p.scale, addend,
-                       static_cast<Out*>(out), p.width, tiles_each);
+template <class Kernel>
+cudaError_t allow(Kernel kernel, int bytes) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
-template <int kFeatures, int kRows, class Source>
-cudaError_t launch_dtypes(const qwen_vl_cuda& handle, const Source& source, int space, Units units,
-                          const qwen_vl_projection& p, const float* addend, void* out,
-                          cudaStream_t stream) {
+// Calls with(T(), Out()) with the types of weights and embeddings.
+template <class With>
+cudaError_t with_dtypes(const qwen_vl_projection& p, With with) {
   using B = __nv_bfloat16;
   using H = __half;
-  const auto with = [&](auto weight, auto result) {
-    return launch<decltype(weight), decltype(result), kFeatures, kRows>(
-        handle, source, space, units, p, addend, out, stream);
-  };
   switch (p.dtype * 3 + p.out_dtype) {
     case 0: return with(B(), B());
     case 1: return with(B(), H());
@@ -258,6 +236,24 @@ cudaError_t launch_dtypes(const qwen_vl_cuda& handle, const Source& source, int 
   }
 }
 
+template <int kFeatures, int kRows>
+cudaError_t launch_project(const FromPatches& source, Units units, const qwen_vl_projection& p,
+                           const float* addend, void* out, cudaStream_t stream) {
+  return with_dtypes(p, [&](auto weight, auto result) {
+    using T = decltype(weight);
+    using Out = decltype(result);
+    const auto kernel = project<T, Out, kFeatures, kRows>;
+    constexpr int kBytes = kStages * (kWeightTile + kRows * kStep);
+    const cudaError_t error = allow(kernel, kBytes);
+    if (error) return error;
+    const dim3 grid((units.count + kRows / 4 - 1) / (kRows / 4),
+                    (p.width + kTileColumns - 1) / kTileColumns);
+    return launch_kernel(kernel, grid, kEmbedThreads, kBytes, stream, source, units,
+                         static_cast<const T*>(p.weight), p.bias, p.scale, addend,
+                         static_cast<Out*>(out), p.width);
+  });
+}
+
 template <int kFeatures>
 cudaError_t launch_rows(const qwen_vl_cuda& handle, const FromPatches& source, Units units,
                         const qwen_vl_projection& p, const float* addend, void* out,
@@ -265,9 +261,32 @@ cudaError_t launch_rows(const qwen_vl_cuda& handle, const FromPatches& source, U
   // Large tiles read less; small ones keep more multiprocessors busy.
   const int64_t large = (static_cast<int64_t>(units.count) * 4 + 127) / 128 *
                         ((p.width + kTileColumns - 1) / kTileColumns);
-  return large > handle.multiprocessors
-             ? launch_dtypes<kFeatures, 128>(handle, source, 0, units, p, addend, out, stream)
-             : launch_dtypes<kFeatures, 64>(handle, source, 0, units, p, addend, out, stream);
+  return 2 * large > handle.multiprocessors
+             ? launch_project<kFeatures, 128>(source, units, p, addend, out, stream)
+             : launch_project<kFeatures, 64>(source, units, p, addend, out, stream);
+}
+
+cudaError_t launch_embed(const qwen_vl_cuda& handle, const FromFrame& source, Units units,
+                         const qwen_vl_projection& p, void* out, cudaStream_t stream) {
+  constexpr int kRows = 64;
+  return with_dtypes(p, [&](auto weight, auto result) {
+    using T = decltype(weight);
+    using Out = decltype(result);
+    const auto kernel = embed<T, Out, kRows>;
+    const int bytes = kRows * kPaddedFeatures<QWEN_VL_FEATURES> + kStages * kWeightTile +
+                      std::max(source.plan.bytes, kResampleBytes);
+    const cudaError_t error = allow(kernel, bytes);
+    if (error) return error;
+    // Blocks that share rows each make them, which pays only where half of the multiprocessors
+    // would be idle.
+    const int blocks = (units.count + kRows / 4 - 1) / (kRows / 4);
+    const int tiles = (p.width + kTileColumns - 1) / kTileColumns;
+    const int splits = 2 * blocks <= handle.multiprocessors && tiles > 1 ? 2 : 1;
+    const int tiles_each = (tiles + splits - 1) / splits;
+    return launch_kernel(kernel, dim3(blocks, splits), kEmbedThreads, bytes, stream, source, units,
+                         static_cast<const T*>(p.weight), p.bias, p.scale, static_cast<Out*>(out),
+                         p.width, tiles_each);
+  });
 }
 
 }  // namespace
@@ -328,8 +347,7 @@ int qwen_vl_cuda_patches(qwen_vl_cuda* handle, const qwen_vl_frame* frame,
   }
   const int bytes = plan.bytes + kStrip * kUnitBytes;
   const int strips = (picture.unit_columns + kStrip - 1) / kStrip;
-  cudaError_t error = cudaFuncSetAttribute(
-      make_patches, cudaFuncAttributeMaxDynamicSharedMemorySize, kStripBytes + kStrip * kUnitBytes);
+  cudaError_t error = allow(make_patches, kStripBytes + kStrip * kUnitBytes);
   if (!error) {
     error = launch_kernel(make_patches, dim3(strips * rows), kPatchThreads, bytes, s, picture, plan,
                           strips, target);
@@ -385,10 +403,8 @@ int qwen_vl_cuda_embed(qwen_vl_cuda* handle, const qwen_vl_frame* frame,
   status = make_picture(handle, *frame, *patches, kStrip, &source.picture, &source.plan, message,
                         size);
   if (status) return status;
-  const int space = std::max(source.plan.bytes, kResampleBytes);
-  return failed(launch_dtypes<QWEN_VL_FEATURES, 64>(
-                    *handle, source, space, {units, static_cast<int>(unit_count)}, *projection,
-                    nullptr, out, static_cast<cudaStream_t>(stream)),
+  return failed(launch_embed(*handle, source, {units, static_cast<int>(unit_count)}, *projection,
+                             out, static_cast<cudaStream_t>(stream)),
                 "embedding", message, size);
 }
 

@@ -94,17 +94,18 @@ __device__ inline void multiply_words(float (&c)[4], const uint4& low, const uin
   }
 }
 
-// Adds an item to the sums of a tile.
+// Adds an item to the sums of a tile; c[0] and c[1] are two chains, to be added in the end.
 //
 // slot: the lane's 16 bytes in the ring; scales: the item's; act: the lane's first chunk at the
 // item's inputs; live: the lane's column is a sequence; sums: of activations [group][kRows], at the
 // item's first group.
 template <class T, int kForm>
-__device__ inline void multiply_item(float (&c)[4], const uint8_t* slot, const uint32_t* scales,
+__device__ inline void multiply_item(float (&c2)[2][4], const uint8_t* slot, const uint32_t* scales,
                                      const uint8_t* act, bool live, const float* sums, int group) {
   const int lane = threadIdx.x % 32, t = lane % 4, g = lane / 4;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
+    float(&c)[4] = c2[h];
     const uint4 low = load16(slot + h * 512), high = load16(slot + 1024 + h * 512);
     uint4 x[form_chunks(kForm)];
 #pragma unroll

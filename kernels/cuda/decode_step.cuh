@@ -53,20 +53,24 @@ struct Step {
     for (int tile = first_tile; at < end; ++tile) {
       const int tile_begin = tile * share.per_tile, stop = min(end, tile_begin + share.per_tile);
       const bool whole = at == tile_begin && stop == tile_begin + share.per_tile;
-      float acc[4] = {};
+      float acc[4], chains[2][4] = {};
       for (; at < stop; ++at) {
         const int item = at - tile_begin;
         const uint8_t* from = stream.acquire();
         const uint32_t* scales = reinterpret_cast<const uint32_t*>(from + kItem);
         const float* group_sums =
             grouped(kOwn) ? sums + item * form_inputs(kOwn) / p.m.group * kRows : sums;
-        multiply_item<T, kOwn>(acc, from + lane * 16, scales, act + item * form_inputs(kOwn) * 2,
+        multiply_item<T, kOwn>(chains, from + lane * 16, scales, act + item * form_inputs(kOwn) * 2,
                                live, group_sums, p.m.group);
-        if constexpr (kOwn == kInt8) {
-          if (at + 1 == stop) {
-            const float low = __uint_as_float(scales[g]), high = __uint_as_float(scales[g + 8]);
-            acc[0] *= low; acc[1] *= low; acc[2] *= high; acc[3] *= high;
+        if (at + 1 == stop) {
+          float low = 1.f, high = 1.f;
+          if constexpr (kOwn == kInt8) {
+            low = __uint_as_float(scales[g]);
+            high = __uint_as_float(scales[g + 8]);
           }
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            acc[j] = (chains[0][j] + chains[1][j]) * (j < 2 ? low : high);
         }
         stream.release();
       }

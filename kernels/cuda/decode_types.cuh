@@ -76,15 +76,24 @@ __device__ inline void copy16(uint32_t to, const void* from, bool whole) {
                : "memory");
 }
 __device__ inline void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most `left` groups are under way.
+template <int kLeft>
+__device__ inline void wait_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+// Waits until at most `left` groups are under way. The deepest ring first: it is the usual one.
 __device__ inline void wait_for(int left) {
-  switch (left) {
-    case 0: asm volatile("cp.async.wait_group 0;" ::: "memory"); break;
-    case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
-    case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
-    case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
-    case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
-    default: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
+  if (left == 5) {
+    wait_groups<5>();
+  } else if (left == 4) {
+    wait_groups<4>();
+  } else if (left == 3) {
+    wait_groups<3>();
+  } else if (left == 2) {
+    wait_groups<2>();
+  } else if (left == 1) {
+    wait_groups<1>();
+  } else {
+    wait_groups<0>();
   }
 }
 constexpr int kMaxDepth = 6;

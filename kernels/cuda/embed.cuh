@@ -3,9 +3,8 @@
 // Patches stay bytes until they are in registers, where a byte becomes (byte - 128), exact in bf16 and
 // fp16. Steps of 32 features run through a ring of kStages tiles (cp.async).
 //
-//     FromPatches   128 or 64 rows x 128 columns a block; bytes and weights both run through the ring
-//     FromFrame     64 rows a block, made from the frame, resident; the weights of all columns run by
-//     a warp        kRows / 2 rows x 32 columns: products m16n8k16
+//     project   128 or 64 rows x 128 columns a block; bytes and weights both run through the ring
+//     embed     64 rows a block, made from the frame, resident; the weights of all columns run by
 //
 // The order of features within a step is free, as long as both operands keep it. A lane of quad q
 // takes the features 8q to 8q+7 of a row, one load of 8 bytes, and of a column of weights, one load of
@@ -26,7 +25,6 @@ constexpr int kEmbedThreads = 256;
 constexpr int kStages = 6;
 constexpr int kStep = QWEN_VL_FEATURES_STEP;
 constexpr int kTileColumns = 128;
-constexpr int kWarpColumns = 32;
 constexpr int kWeightTile = kTileColumns * kStep * 2;  // bytes
 
 template <int kFeatures>
@@ -68,14 +66,12 @@ struct Units {
 // Patches that are in memory already.
 struct FromPatches {
   const uint8_t* patches;
-  static constexpr bool kResident = false;
 };
 
 // Patches that are made from the frame on the way; they never leave shared memory.
 struct FromFrame {
   Picture picture;
   StripPlan plan;  // bytes 0: strips do not fit, unit after unit in chunks
-  static constexpr bool kResident = true;
 
   // Units from place `first` on, to rows of `pitch` bytes; a place beyond the last is left as it is.
   template <int kUnits>
@@ -103,14 +99,6 @@ struct FromFrame {
     }
   }
 };
-
-// Bytes of dynamic shared memory; `space`: what FromFrame's resampling takes.
-template <int kFeatures, int kRows, class Source>
-constexpr int shared_bytes(int space = 0) {
-  return Source::kResident
-             ? kRows * kPaddedFeatures<kFeatures> + kStages * kWeightTile + space
-             : kStages * (kWeightTile + kRows * kStep);
-}
 
 __device__ inline uint32_t two(float a, float b, __nv_bfloat16) {
   const __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
@@ -162,147 +150,227 @@ __device__ void write_row(const float2 (&v)[4], int q, Out* row, int column, int
   }
 }
 
-template <class T, class Out, int kFeatures, int kRows, class Source>
-__global__ void __launch_bounds__(kEmbedThreads, 2)
-    embed(Source source, Units units, const T* weights, const float* bias, float scale,
-          const float* addend, Out* out, int width, int tiles_each) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  constexpr int kPadded = kPaddedFeatures<kFeatures>, kSteps = kPadded / kStep;
-  constexpr int kWarpRows = kRows / 2, kBlocks = kWarpRows / 16;
-  constexpr bool kResident = Source::kResident;
-  // A row's bytes of one step: 32 apart in the ring, kPadded apart where all features are there.
-  constexpr int kRowPitch = kResident ? kPadded : kStep;
-  constexpr int kRowTile = kResident ? 0 : kRows * kStep;
-  static_assert(!kResident || kPadded / 32 % 4 == 3, "four rows must not share banks");
-  uint8_t* const resident = shared;
-  uint8_t* const ring = shared + (kResident ? kRows * kPadded : 0);
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, q = lane % 4, g = lane / 4;
-  const int warp_row = warp / 4 * kWarpRows, warp_column = warp % 4 * kWarpColumns;
-  const int first_unit = blockIdx.x * (kRows / 4);
-  const int tiles = (width + kTileColumns - 1) / kTileColumns;
-  const int first_tile = blockIdx.y * tiles_each;
-  const int count = (min(first_tile + tiles_each, tiles) - first_tile) * kSteps;
+// How a block's eight warps share its tile: kWarpRows rows x kWarpColumns columns each.
+template <int kRows>
+struct Warps {
+  static constexpr int kDown = kRows >= 128 ? 4 : 2, kAcross = 8 / kDown;
+  static constexpr int kWarpRows = kRows / kDown, kWarpColumns = kTileColumns / kAcross;
+  static constexpr int kBlocks = kWarpRows / 16, kGroups = kWarpColumns / 8;
+};
 
-  // The patches whose bytes this thread brings, four at a time: null beyond the last.
-  constexpr int kCopies = kRows * kStep / 4 / kEmbedThreads;
-  const uint8_t* from[kCopies];
-  if constexpr (!kResident) {
+// One step of 32 features: the bytes of `left` (rows kRowPitch apart) times the weights of `right`.
+// Both point to what this lane reads first.
+template <class T, int kRows, int kRowPitch>
+__device__ inline void multiply_step(const uint8_t* left, const uint8_t* right,
+                                     float (&sums)[Warps<kRows>::kBlocks][Warps<kRows>::kGroups][4]) {
+  using W = Warps<kRows>;
+  uint2 bytes[W::kBlocks][2];
 #pragma unroll
-    for (int j = 0; j < kCopies; ++j) {
-      const int row = threadIdx.x / 8 + j * (kEmbedThreads / 8), place = first_unit + row / 4;
-      from[j] = place < units.count
-                    ? source.patches + (static_cast<int64_t>(units.at(place)) * 4 + row % 4) * kFeatures
-                    : nullptr;
+  for (int i = 0; i < W::kBlocks; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      bytes[i][h] = *reinterpret_cast<const uint2*>(left + (i * 16 + h * 8) * kRowPitch);
     }
   }
-
-  const auto fetch = [&](int step) {
-    if (step < count) {
-      const int column = (first_tile + step / kSteps) * kTileColumns;
-      const int feature = step % kSteps * kStep;
-      uint8_t* const slot = ring + step % kStages * (kWeightTile + kRowTile);
-      const uint32_t to = shared_address(slot);
 #pragma unroll
-      for (int i = threadIdx.x; i < kTileColumns * 4; i += kEmbedThreads) {
-        const int n = i / 4, chunk = i % 4;
-        copy_async(to + i * 16,
-                   weights + static_cast<int64_t>(column + n) * kPadded + feature + chunk * 8);
-      }
-      if constexpr (!kResident) {
-        const int at = feature + threadIdx.x % 8 * 4;
-#pragma unroll
-        for (int j = 0; j < kCopies; ++j) {
-          const bool there = from[j] && at < kFeatures;
-          copy_async_word(to + kWeightTile + (threadIdx.x + j * kEmbedThreads) * 4,
-                          there ? from[j] + at : source.patches, there);
-        }
-      }
-    }
-    commit_async();  // also an empty group: waiting counts groups
-  };
-  for (int s = 0; s < kStages - 1; ++s) fetch(s);
-
-  if constexpr (kResident) {
-    // Bytes that no frame fills count 128, that is 0; between the features and kPadded the weights
-    // are 0.
-    for (int i = threadIdx.x; i < kRows * kPadded / 4; i += kEmbedThreads) {
-      reinterpret_cast<uint32_t*>(resident)[i] = 0x80808080;
-    }
-    __syncthreads();
-    source.template make<kRows / 4>(units, first_unit, resident, kPadded,
-                                    ring + kStages * kWeightTile);
-  }
-
-  float sums[kBlocks][4][4] = {};
-  for (int step = 0; step < count; ++step) {
-    wait_async<kStages - 2>();
-    __syncthreads();  // this tile has arrived for all, and all are done with the one before it
-    fetch(step + kStages - 1);
-    const int k = step % kSteps;
-    const uint8_t* const slot = ring + step % kStages * (kWeightTile + kRowTile);
-    const uint8_t* const left = (kResident ? resident + k * kStep : slot + kWeightTile) +
-                                (warp_row + g) * kRowPitch + q * 8;
-    const uint8_t* const right = slot + (warp_column + g) * kStep * 2 + q * 16;
+  for (int first = 0; first < W::kGroups; first += 4) {
     uint4 b[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      b[j] = *reinterpret_cast<const uint4*>(right + j * 8 * kStep * 2);
+      b[j] = *reinterpret_cast<const uint4*>(right + (first + j) * 8 * kStep * 2);
     }
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
-      const uint2 upper = *reinterpret_cast<const uint2*>(left + i * 16 * kRowPitch);
-      const uint2 lower = *reinterpret_cast<const uint2*>(left + (i * 16 + 8) * kRowPitch);
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint2 u = centred(half ? upper.y : upper.x, T());
-        const uint2 l = centred(half ? lower.y : lower.x, T());
-        const uint32_t a[4] = {u.x, l.x, u.y, l.y};
+      for (int i = 0; i < W::kBlocks; ++i) {
+        const uint2 upper = centred(half ? bytes[i][0].y : bytes[i][0].x, T());
+        const uint2 lower = centred(half ? bytes[i][1].y : bytes[i][1].x, T());
+        const uint32_t a[4] = {upper.x, lower.x, upper.y, lower.y};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          multiply(sums[i][j], a, half ? b[j].z : b[j].x, half ? b[j].w : b[j].y, T());
+          multiply(sums[i][first + j], a, half ? b[j].z : b[j].x, half ? b[j].w : b[j].y, T());
         }
       }
     }
-    if (k != kSteps - 1) continue;
+  }
+}
 
-    // All features are in: scale, bias, what is to be added, out.
-    const int column = (first_tile + step / kSteps) * kTileColumns + warp_column;
+// Scale, bias, what is to be added, out. `row` and `column` are the warp's first.
+template <class Out, int kRows>
+__device__ inline void write_tile(
+    const float (&sums)[Warps<kRows>::kBlocks][Warps<kRows>::kGroups][4], int row, int rows,
+    int column, int width, float scale, const float* bias, const float* addend, Out* out) {
+  using W = Warps<kRows>;
+  const int lane = threadIdx.x % 32, q = lane % 4, g = lane / 4;
+#pragma unroll
+  for (int first = 0; first < W::kGroups; first += 4) {
+    const int left = column + first * 8;
     float2 offset[4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      offset[j] = bias ? *reinterpret_cast<const float2*>(bias + column + 8 * j + 2 * q)
+      offset[j] = bias ? *reinterpret_cast<const float2*>(bias + left + 8 * j + 2 * q)
                        : make_float2(0.0f, 0.0f);
     }
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
+    for (int i = 0; i < W::kBlocks; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = first_unit * 4 + warp_row + i * 16 + h * 8 + g;
-        const bool inside = row < units.count * 4;
+        const int at_row = row + i * 16 + h * 8 + g;
+        const bool inside = at_row < rows;
         float2 v[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          v[j] = make_float2(sums[i][j][2 * h] * scale + offset[j].x,
-                             sums[i][j][2 * h + 1] * scale + offset[j].y);
-          const int at = column + 8 * j + 2 * q;
+          const float(&sum)[4] = sums[i][first + j];
+          v[j] = make_float2(sum[2 * h] * scale + offset[j].x, sum[2 * h + 1] * scale + offset[j].y);
+          const int at = left + 8 * j + 2 * q;
           if (addend && inside && at < width) {
             const float2 more = *reinterpret_cast<const float2*>(
-                addend + static_cast<int64_t>(row) * width + at);
+                addend + static_cast<int64_t>(at_row) * width + at);
             v[j].x += more.x;
             v[j].y += more.y;
           }
         }
         // All lanes take part in the exchange; those beyond the last row write nothing.
-        write_row(v, q, out + static_cast<int64_t>(inside ? row : 0) * width, column,
+        write_row(v, q, out + static_cast<int64_t>(inside ? at_row : 0) * width, left,
                   inside ? width : 0);
       }
     }
+  }
+}
+
+// Patches in memory to embeddings: a tile of kRows x kTileColumns a block.
+template <class T, class Out, int kFeatures, int kRows>
+__global__ void __launch_bounds__(kEmbedThreads, 2)
+    project(FromPatches source, Units units, const T* weights, const float* bias, float scale,
+            const float* addend, Out* out, int width) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  using W = Warps<kRows>;
+  constexpr int kPadded = kPaddedFeatures<kFeatures>, kSteps = kPadded / kStep;
+  constexpr int kSlot = kWeightTile + kRows * kStep;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, q = lane % 4, g = lane / 4;
+  const int warp_row = warp / W::kAcross * W::kWarpRows;
+  const int warp_column = warp % W::kAcross * W::kWarpColumns;
+  const int first_unit = blockIdx.x * (kRows / 4), column = blockIdx.y * kTileColumns;
+
+  // What this thread brings in each step: four bytes of some patches, 16 of some columns' weights.
+  // Beyond the last patch it is the last one's: nothing is written of them.
+  constexpr int kCopies = kRows * kStep / 4 / kEmbedThreads;
+  const uint8_t* from[kCopies];
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) {
+  for (int j = 0; j < kCopies; ++j) {
+    const int row = threadIdx.x / 8 + j * (kEmbedThreads / 8);
+    const int place = min(first_unit + row / 4, units.count - 1);
+    from[j] = source.patches + (static_cast<int64_t>(units.at(place)) * 4 + row % 4) * kFeatures +
+              threadIdx.x % 8 * 4;
+  }
+  const T* weight = weights + static_cast<int64_t>(column + threadIdx.x / 4) * kPadded +
+                    threadIdx.x % 4 * 8;
+  const uint32_t first_slot = shared_address(shared) + threadIdx.x * 16;
+  const uint32_t first_row_slot = shared_address(shared) + kWeightTile + threadIdx.x * 4;
+  int filled = 0;  // bytes from the ring's start to the slot that is filled next
+  const auto fetch = [&](int step) {
+    if (step < kSteps) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < kTileColumns * 4 / kEmbedThreads; ++j) {
+        copy_async(first_slot + filled + j * kEmbedThreads * 16,
+                   weight + j * (kEmbedThreads / 4) * kPadded);
+      }
+      // The last step goes beyond a patch; weights there are 0, but memory may end.
+      const bool there =
+          step < kSteps - 1 || threadIdx.x % 8 * 4 < kFeatures - (kSteps - 1) * kStep;
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sums[i][j][e] = 0.0f;
+      for (int j = 0; j < kCopies; ++j) {
+        copy_async_word(first_row_slot + filled + j * kEmbedThreads * 4,
+                        there ? from[j] : source.patches, there);
+        from[j] += kStep;
+      }
+      weight += kStep;
+      filled = filled == (kStages - 1) * kSlot ? 0 : filled + kSlot;
+    }
+    commit_async();  // also an empty group: waiting counts groups
+  };
+  for (int s = 0; s < kStages - 1; ++s) fetch(s);
+
+  float sums[W::kBlocks][W::kGroups][4] = {};
+  const uint8_t* const first_left = shared + kWeightTile + (warp_row + g) * kStep + q * 8;
+  const uint8_t* const first_right = shared + (warp_column + g) * kStep * 2 + q * 16;
+  int used = 0;
+#pragma unroll 1
+  for (int step = 0; step < kSteps; ++step) {
+    wait_async<kStages - 2>();
+    __syncthreads();  // this step has arrived for all, and all are done with the one before it
+    fetch(step + kStages - 1);
+    multiply_step<T, kRows, kStep>(first_left + used, first_right + used, sums);
+    used = used == (kStages - 1) * kSlot ? 0 : used + kSlot;
+  }
+  wait_async<0>();
+  write_tile<Out, kRows>(sums, first_unit * 4 + warp_row, units.count * 4, column + warp_column,
+                         width, scale, bias, addend, out);
+}
+
+// A frame to embeddings: kRows patches a block, made once, times the weights of all its columns.
+template <class T, class Out, int kRows>
+__global__ void __launch_bounds__(kEmbedThreads, 2)
+    embed(FromFrame source, Units units, const T* weights, const float* bias, float scale, Out* out,
+          int width, int tiles_each) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  using W = Warps<kRows>;
+  constexpr int kPadded = kPaddedFeatures<QWEN_VL_FEATURES>, kSteps = kPadded / kStep;
+  static_assert(kPadded / 32 % 4 == 3, "four rows must not share banks");
+  uint8_t* const rows = shared;
+  uint8_t* const ring = shared + kRows * kPadded;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, q = lane % 4, g = lane / 4;
+  const int warp_row = warp / W::kAcross * W::kWarpRows;
+  const int warp_column = warp % W::kAcross * W::kWarpColumns;
+  const int first_unit = blockIdx.x * (kRows / 4);
+  const int tiles = (width + kTileColumns - 1) / kTileColumns;
+  const int first_tile = blockIdx.y * tiles_each;
+  const int count = (min(first_tile + tiles_each, tiles) - first_tile) * kSteps;
+
+  const T* const weight = weights +
+                          static_cast<int64_t>(first_tile * kTileColumns + threadIdx.x / 4) * kPadded +
+                          threadIdx.x % 4 * 8;
+  const uint32_t first_slot = shared_address(ring) + threadIdx.x * 16;
+  const auto fetch = [&](int step) {
+    if (step < count) {
+      const T* const from = weight + step / kSteps * (kTileColumns * kPadded) + step % kSteps * kStep;
+#pragma unroll
+      for (int j = 0; j < kTileColumns * 4 / kEmbedThreads; ++j) {
+        copy_async(first_slot + step % kStages * kWeightTile + j * kEmbedThreads * 16,
+                   from + j * (kEmbedThreads / 4) * kPadded);
+      }
+    }
+    commit_async();
+  };
+  for (int s = 0; s < kStages - 1; ++s) fetch(s);
+
+  // Bytes that no frame fills count 128, that is 0; from the last feature to kPadded weights are 0.
+  for (int i = threadIdx.x; i < kRows * kPadded / 4; i += kEmbedThreads) {
+    reinterpret_cast<uint32_t*>(rows)[i] = 0x80808080;
+  }
+  __syncthreads();
+  source.make<kRows / 4>(units, first_unit, rows, kPadded, ring + kStages * kWeightTile);
+
+  float sums[W::kBlocks][W::kGroups][4] = {};
+  const uint8_t* const first_left = rows + (warp_row + g) * kPadded + q * 8;
+  const uint8_t* const first_right = ring + (warp_column + g) * kStep * 2 + q * 16;
+  for (int step = 0; step < count; ++step) {
+    wait_async<kStages - 2>();
+    __syncthreads();
+    fetch(step + kStages - 1);
+    const int k = step % kSteps;
+    multiply_step<T, kRows, kPadded>(first_left + k * kStep,
+                                     first_right + step % kStages * kWeightTile, sums);
+    if (k != kSteps - 1) continue;
+    write_tile<Out, kRows>(sums, first_unit * 4 + warp_row, units.count * 4,
+                           (first_tile + step / kSteps) * kTileColumns + warp_column, width, scale,
+                           bias, nullptr, out);
+#pragma unroll
+    for (auto& block : sums) {
+#pragma unroll
+      for (auto& group : block) {
+#pragma unroll
+        for (float& sum : group) sum = 0.0f;
       }
     }
   }

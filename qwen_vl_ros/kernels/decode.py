@@ -130,7 +130,7 @@ class DecodeKernels:
             head_form=shape.head_form, group=128, layers=len(weights.layers), width=shape.width,
             mlp=shape.mlp, heads=shape.heads, kv_heads=shape.kv_heads, head_dim=shape.head_dim,
             vocab=shape.vocab, eps=weights.eps)
-        self._groups: set[int] = set()
+        self._model.group = self._common_group(shape, weights)
         table = (NativeLayer * len(weights.layers))()
         for native_layer, layer in zip(table, weights.layers):
             for index, op in enumerate(layout.OPS[:4]):
@@ -139,9 +139,6 @@ class DecodeKernels:
             native_layer.norm1 = self._address(layer['norm1'])
             native_layer.norm2 = self._address(layer['norm2'])
         self._model.head = self._matrix(shape, 'head', weights.head)
-        if len(self._groups) > 1:
-            raise KernelError(f'groups of {sorted(self._groups)} inputs in one model')
-        self._model.group = next(iter(self._groups), 128)
         blocks, rows = _int(), _int()
         self._call('capacity', ctypes.byref(blocks), ctypes.byref(rows))
         #: Most sequences that a step can take.
@@ -201,13 +198,23 @@ class DecodeKernels:
             if matrix.zeros is None:
                 scales = layout.channel_scales(matrix.scales, rows)
             else:
-                try:
-                    scales, group = layout.group_scales(
-                        matrix.scales, matrix.zeros, rows, shape.inputs(op))
-                except ValueError as error:
-                    raise KernelError(f'{op}: {error}') from error
-                self._groups.add(group)
+                scales = layout.group_scales(
+                    matrix.scales, matrix.zeros, rows, shape.inputs(op), self._model.group)
         return NativeMatrix(self._address(matrix.weight), self._address(scales))
+
+    @staticmethod
+    def _common_group(shape: layout.Shape, weights: Weights) -> int:
+        """Return the inputs a group that all matrices can be read in."""
+        group = layout.GROUPS[-1]
+        for layer in weights.layers:
+            for op in layout.OPS[:4]:
+                matrix = layer[op]
+                if matrix.zeros is not None:
+                    try:
+                        group = min(group, layout.group_of(matrix.scales, shape.inputs(op)))
+                    except ValueError as error:
+                        raise KernelError(f'{op}: {error}') from error
+        return group
 
     def _address(self, tensor: Tensor | None, keep: bool = True) -> int | None:
         if tensor is None:

@@ -142,25 +142,34 @@ def channel_scales(scales: Tensor, rows: np.ndarray) -> Tensor:
     return scales.float()[torch.from_numpy(rows).to(scales.device)].contiguous()
 
 
-def group_scales(scales: Tensor, zeros: Tensor, rows: np.ndarray, inputs: int
-                 ) -> tuple[Tensor, int]:
+def group_of(scales: Tensor, inputs: int) -> int:
     """
-    Return scales and zero points in the order of tiles, and the group that they stand for.
+    Return the inputs a group, at most 128 (larger ones are cut).
 
-    :param scales: float16 [out, groups]; ``zeros`` alike, of integers.
-    :param rows: of :func:`tile_rows`.
-    :return: float16 [tiles * groups + padding, 16, 2] and inputs a group.
+    :param scales: [out, groups].
     :raises ValueError: for groups that the kernels do not read.
     """
     group = inputs // scales.shape[1]
-    if group > GROUPS[-1] and group % GROUPS[-1] == 0:
-        repeat = group // GROUPS[-1]
-        scales, zeros = (x.repeat_interleave(repeat, 1) for x in (scales, zeros))
+    if group % GROUPS[-1] == 0:
         group = GROUPS[-1]
     if group not in GROUPS:
         raise ValueError(f'groups of {group} inputs; expected 32, 64 or a multiple of 128')
+    return group
+
+
+def group_scales(scales: Tensor, zeros: Tensor, rows: np.ndarray, inputs: int, group: int
+                 ) -> Tensor:
+    """
+    Return scales and zero points in the order of tiles.
+
+    :param scales: float16 [out, groups]; ``zeros`` alike, of integers.
+    :param rows: of :func:`tile_rows`.
+    :param group: inputs a group in the result; divides the matrix's own.
+    :return: float16 [tiles * groups + padding, 16, 2].
+    """
+    repeat = inputs // scales.shape[1] // group
     index = torch.from_numpy(rows).to(scales.device)
-    both = torch.stack((scales.half(), zeros.half()), -1)[index]  # [tiles, 16, groups, 2]
-    ordered = both.transpose(1, 2).reshape(-1, TILE, 2)
+    both = torch.stack((scales.half(), zeros.half()), -1).repeat_interleave(repeat, 1)[index]
+    ordered = both.transpose(1, 2).reshape(-1, TILE, 2)  # from [tiles, 16, groups, 2]
     # The last item of a row may reach beyond the last group.
-    return torch.cat((ordered, ordered.new_zeros(256 // GROUPS[0], TILE, 2))).contiguous(), group
+    return torch.cat((ordered, ordered.new_zeros(256 // GROUPS[0], TILE, 2))).contiguous()

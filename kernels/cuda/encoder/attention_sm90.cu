@@ -3,9 +3,11 @@
 //     a block      two warpgroups of 64 queries each, which stay in registers; one block on a
 //                  multiprocessor
 //     a step       the scores of the next keys and the result of the last ones are in the tensor
-//                  cores while the softmax of the next begins (FlashAttention-3, Shah et al. 2024)
+//                  cores together; the groups take turns, so that one multiplies while the other
+//                  takes exponentials (FlashAttention-3, Shah et al. 2024)
 //     a product    scores m64nKk16 in 5 steps, result m64n80k16: 80 channels cost 80
-//     ring         four tiles of keys and values, filled by cp.async
+//     ring         five tiles of keys and values, filled by all threads (cp.async), three ahead;
+//                  a group may be one tile ahead of the other
 #include "attention.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
@@ -13,6 +15,12 @@
 namespace qwen_vl {
 namespace {
 
+#ifndef KSTAGES
+#define KSTAGES 5
+#endif
+#ifndef ORDER
+#define ORDER 1
+#endif
 #ifndef KEYS
 #define KEYS 112
 #endif
@@ -22,10 +30,12 @@ constexpr int kQueries = QWEN_VL_TILE_ROWS;
 constexpr int kKeys = KEYS;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kStages = 4;
+constexpr int kStages = KSTAGES;
+constexpr int kAhead = kStages - 2;
 constexpr int kQueryBytes = kQueries * kDim * 2;
 constexpr int kTileBytes = kKeys * kDim * 2;
-constexpr int kSharedBytes = kQueryBytes + kStages * 2 * kTileBytes;
+constexpr int kRingBytes = kStages * 2 * kTileBytes;
+constexpr int kSharedBytes = kQueryBytes + kRingBytes + 2 * kStages * 8;
 // A warp copies 16 rows of two chunks at a time: whole 32-byte sectors, whole core matrices.
 constexpr int kRowPieces = kKeys / 16;
 constexpr int kPieces = kRowPieces * (kChunks / 2);
@@ -77,30 +87,44 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Attention<T> p) {
   const int tiles = (end_key - first_key + kKeys - 1) / kKeys;
   const T* const keys_from = p.k + head * p.kv_head + piece_chunk * 8;
   const int64_t values_after = p.v - p.k;
-  const auto load = [&](int number) {
-    if (number < tiles) {
-      const uint32_t to = ring_at + number % kStages * 2 * kTileBytes + piece_chunk * kKeys * 16 +
-                          piece_row * 16;
-      const int first = first_key + number * kKeys + piece_row;
+  const uint32_t full_at = ring_at + kRingBytes, empty_at = full_at + kStages * 8;
+  if (threadIdx.x == 0) {
 #pragma unroll
-      for (int i = 0; i < (kPieces + kWarps - 1) / kWarps; ++i) {
-        const int piece = warp + i * kWarps;
-        if (kPieces % kWarps && piece >= kPieces) break;
-        const int row = piece % kRowPieces * 16, pair = piece / kRowPieces;
-        const bool there = first + row < end_key;
-        const T* const from = keys_from + (there ? first + row : first_key) * p.kv_row + pair * 16;
-        const uint32_t at = to + pair * 2 * kKeys * 16 + row * 16;
-        copy_or_zero(at, from, there);
-        copy_or_zero(at + kTileBytes, from + values_after, there);
-      }
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(full_at + i * 8, kThreads);
+      barrier_init(empty_at + i * 8, kWarps);
     }
-    commit_async();
+  }
+  commit_async();
+  __syncthreads();
+  const auto load = [&](int number) {
+    if (number >= tiles) return;
+    const int slot = number % kStages;
+    if (number >= kStages) barrier_wait(empty_at + slot * 8, (number / kStages - 1) & 1);
+    const uint32_t to =
+        ring_at + slot * 2 * kTileBytes + piece_chunk * kKeys * 16 + piece_row * 16;
+    const int first = first_key + number * kKeys + piece_row;
+#pragma unroll
+    for (int i = 0; i < (kPieces + kWarps - 1) / kWarps; ++i) {
+      const int piece = warp + i * kWarps;
+      if (kPieces % kWarps && piece >= kPieces) break;
+      const int row = piece % kRowPieces * 16, pair = piece / kRowPieces;
+      const bool there = first + row < end_key;
+      const T* const from = keys_from + (there ? first + row : first_key) * p.kv_row + pair * 16;
+      const uint32_t at = to + pair * 2 * kKeys * 16 + row * 16;
+      copy_or_zero(at, from, there);
+      copy_or_zero(at + kTileBytes, from + values_after, there);
+    }
+    barrier_arrive_with_copies(full_at + slot * 8);
   };
-  load(0);
-  load(1);
-  load(2);
-  wait_async<2>();
-  publish_shared();
+  const auto wait_full = [&](int number) {
+    barrier_wait(full_at + number % kStages * 8, number / kStages & 1);
+    publish_shared();
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) load(i);
+  // The queries were committed before the tiles.
+  wait_async<0>();
   __syncthreads();
 
   uint32_t queries[kDim / 16][4];
@@ -132,24 +156,29 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Attention<T> p) {
     wgmma_commit();
   };
 
+  // Whose turn it is to start products: barrier 1 for the first group, 2 for the second.
+  const int own = 1 + warp / 4, other = 3 - own;
+  wait_full(0);
   wgmma_begin();
   multiply_keys(0);
+  if (ORDER && own == 2) named_arrive<kThreads>(other);
   wgmma_wait<0>();
   hide(scores, end_key - first_key, lane);
   softmax.step(scores, p.scale);
   pack<T>(weights, scores);
   for (int number = 1; number < tiles; ++number) {
-    wait_async<1>();
-    publish_shared();
-    __syncthreads();
+    wait_full(number);
+    if (ORDER) named_wait<kThreads>(own);
     wgmma_begin();
     multiply_keys(number);
     multiply_values(number - 1);
-    load(number + 2);  // where the last but one lay, which both groups have done with
+    if (ORDER && (own == 1 || number + 1 < tiles)) named_arrive<kThreads>(other);
+    load(number + kAhead - 1);
     wgmma_wait<1>();
     hide(scores, end_key - first_key - number * kKeys, lane);
     const float2 shrink = softmax.step(scores, p.scale);
     wgmma_wait<0>();
+    if (lane == 0) barrier_arrive(empty_at + (number - 1) % kStages * 8);
 #pragma unroll
     for (int i = 0; i < kDim / 8; ++i) {
       result[i][0] *= shrink.x;

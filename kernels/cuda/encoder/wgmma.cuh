@@ -35,6 +35,36 @@ __device__ inline void publish_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Barriers in shared memory that count arrivals; `parity` is that of the phase waited for.
+__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives when this thread's copies so far (cp.async) have landed.
+__device__ inline void barrier_arrive_with_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Named barriers: one group of threads goes on when another has passed a point.
+template <int kThreads>
+__device__ inline void named_wait(int name) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "n"(kThreads) : "memory");
+}
+template <int kThreads>
+__device__ inline void named_arrive(int name) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "n"(kThreads) : "memory");
+}
+
 #define QWEN_VL_R4(x, i) "+f"(x[i][0]), "+f"(x[i][1]), "+f"(x[i][2]), "+f"(x[i][3])
 
 #define QWEN_VL_SCORES_112(type)                                                                  \
