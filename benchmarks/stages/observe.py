@@ -1,8 +1,9 @@
 """
 What measuring costs: timelines, and all exports on with a collector that does not answer.
 
-Answers of the tiny model with and without, in turns. Timelines cannot be switched off; their cost
-is that of a recorded stage, times the stages of an answer.
+Answers of the tiny model with and without, in turns: of an engine, and of two running nodes where
+ROS 2 is. Timelines cannot be switched off; their cost is that of a recorded stage, times the
+stages of an answer.
 """
 
 from __future__ import annotations
@@ -11,28 +12,85 @@ import argparse
 import os
 import socket
 import time
+import urllib.request
 
 import torch
 
-from benchmarks.records import Record, median, record
+from benchmarks.records import CannotRun, Record, median, record
+from benchmarks.stages._nodes import Nodes, compare, interval
 from benchmarks.stages.answer import ask, picture
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.measure.export import Exports, Finished, open_exports
 from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.share import share
 
+#: Answers of a window.
+ANSWERS = 4
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument('--answers', type=int, default=100, help='with and without')
     parser.add_argument('--tokens', type=int, default=8, help='of an answer')
+    parser.add_argument('--windows', type=int, default=60,
+                        help='of each of two running nodes; 0 starts none (%(default)s)')
 
 
 def run(args: argparse.Namespace) -> list[Record]:
-    """Time answers with and without exports."""
+    """Time answers with and without exports, of an engine and of nodes."""
+    found = engine(args)
+    if args.windows:
+        try:
+            found += nodes(args)
+        except CannotRun as error:
+            print(f'left out: {error}')
+    return found
+
+
+def nodes(args: argparse.Namespace) -> list[Record]:
+    """Ask a node with all exports on and one with none, in turns."""
+    port = _free()
+    two = Nodes({
+        'exports': ({'export.otel': 'true', 'export.prometheus_port': port}, {
+            'OTEL_EXPORTER_OTLP_ENDPOINT': f'http://127.0.0.1:{_free()}'}),
+        'plain': ({}, {})})
+
+    def scrape() -> None:
+        with urllib.request.urlopen(f'http://127.0.0.1:{port}/metrics', timeout=5) as reply:
+            reply.read()
+
+    try:
+        for name in ('exports', 'plain'):
+            for _ in range(5):
+                two.ask(name, args.tokens)
+        taken = compare(lambda name: two.ask(name, args.tokens), two.spent, 'exports', 'plain',
+                        args.windows, ANSWERS, scrape)
+        named = sum('does not answer' in line for line in two.output['exports'])
+    finally:
+        two.close()
+    rate = {name: ANSWERS / median(times) for name, times in taken['seconds'].items()}
+    case = {'model': 'tiny', 'size': '320x240', 'answer_tokens': args.tokens, 'path': 'cpu',
+            'variant': 'running node, exports on, dead collector'}
+    found = [record(
+        'node', case, 'answers_per_s', rate['exports'], '1/s', higher_is_better=True,
+        baseline=('running node, no exports', rate['plain']), runs=args.windows,
+        note=f'all answered; the dead collector was named {named} time{"s"[named == 1:]}')]
+    for kind, metric, words in (('seconds', 'share_lost', 'answers/s'), (
+            'processor', 'share_more', 'processor time of the node, sending included')):
+        middle, low, high = interval(taken[kind]['exports'], taken[kind]['plain'])
+        found.append(record(
+            'node', case, metric, middle - 1, '', runs=args.windows,
+            note=f'{words}: median of {args.windows} pairs of windows of {ANSWERS} answers, 95 % '
+            f'interval {low - 1:+.4f} to {high - 1:+.4f}'))
+        print(found[-1]['note'])
+    return found
+
+
+def engine(args: argparse.Namespace) -> list[Record]:
+    """Time the answers of an engine with and without exports."""
     torch.set_num_threads(1)
-    engine = Engine.load(str(share('models', 'tiny')), device='cpu', repetition_window=0)
-    engine.end_tokens = frozenset()
+    loaded = Engine.load(str(share('models', 'tiny')), device='cpu', repetition_window=0)
+    loaded.end_tokens = frozenset()
     pictures = [picture((320, 240), seed) for seed in range(8)]
     with socket.socket() as probe:
         probe.bind(('127.0.0.1', 0))
@@ -47,7 +105,7 @@ def run(args: argparse.Namespace) -> list[Record]:
         # One after the other, not in blocks: what disturbs the machine disturbs both.
         for name, exports in (('on', on), ('off', off)):
             started = time.perf_counter_ns()
-            line = ask(engine, pictures[number % 8], args.tokens)
+            line = ask(loaded, pictures[number % 8], args.tokens)
             answered = time.perf_counter_ns()
             exports.finished(Finished(line, output_tokens=args.tokens))
             ended = time.perf_counter_ns()
@@ -55,11 +113,11 @@ def run(args: argparse.Namespace) -> list[Record]:
             if name == 'on':
                 handing_over.append((ended - answered) / 1e6)
     with_exports, without = median(times['on']), median(times['off'])
-    line = ask(engine, pictures[0], args.tokens)
+    line = ask(loaded, pictures[0], args.tokens)
     per_span_us = span_cost_us()
     spent_us = per_span_us * len(line.spans)
     on.close()
-    engine.close()
+    loaded.close()
     case = {'model': 'tiny', 'size': '320x240', 'answer_tokens': args.tokens, 'path': 'cpu'}
     return [
         record('node', {**case, 'variant': 'timeline'}, 'share_of_time',

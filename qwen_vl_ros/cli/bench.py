@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Options of a stage that keep it short.
 QUICK = {'patches': ['--seconds', '0.3', '--threads', '1'], 'answer': ['--seconds', '1'],
-         'eval': ['--items', '10', '--keep', '1'], 'observe': ['--answers', '10'],
+         'eval': ['--items', '10', '--keep', '1'], 'observe': ['--answers', '10', '--windows', '6'],
          'roofline': ['--most-rows', '64'], 'interconnect': ['--most-bytes', '16777216']}
 
 
