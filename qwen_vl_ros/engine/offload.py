@@ -4,7 +4,10 @@ From frames to patch embeddings: on the CPU, on the GPU, or wherever it takes le
 Two ways lead to the same embeddings::
 
     cpu   camera buffer --CPU kernel--> uint8 patches --upload--> projection
-    gpu   camera buffer --upload (or in place)--> resize, patches and projection in one launch
+    gpu   camera buffer --upload (or in place)--> resize, patches and projection
+
+In one launch patches stay in the multiprocessors. Where the device's cache holds them anyway, two
+launches keep more multiprocessors busy.
 
 :meth:`Offload.prepare` is the CPU's part of either and may be called from any thread, also while
 the GPU answers about another picture; :meth:`Offload.upload` and :meth:`Offload.embed` belong to
@@ -81,8 +84,12 @@ class Offload:
         self.kernels = kernels or _find_kernels(kernel)
         self.way = way if self.kernels is not None else 'cpu'
         #: Pinned memory is the GPU's own memory: a frame there is read in place, and once.
-        self.unified = self.device.type == 'cuda' and bool(getattr(
-            torch.cuda.get_device_properties(self.device), 'is_integrated', 0))
+        self.unified = False
+        self._cache_bytes = 0
+        if self.device.type == 'cuda':
+            properties = torch.cuda.get_device_properties(self.device)
+            self.unified = bool(getattr(properties, 'is_integrated', 0))
+            self._cache_bytes = getattr(properties, 'L2_cache_size', 0)
         weights = torch.float32 if self.kernels is None else torch.float16
         self._still = still_projection(kernel, weights)
         self._older, self._newer = pair_projections(kernel, weights)
@@ -297,9 +304,13 @@ class Offload:
         if units is not None and units.numel() == 0:
             return torch.zeros(0, projection.width, dtype=dtype, device=self.device)
         if picture.way == 'gpu' and self.kernels is not None:
-            return self.kernels.embed(
-                picture.frame, memory, prepared.grid[1] * PATCH, prepared.grid[2] * PATCH,
-                projection, units, dtype)
+            height, width = prepared.grid[1] * PATCH, prepared.grid[2] * PATCH
+            # Frame, patches and weights, with room for as many bytes of embeddings.
+            held = memory.nbytes + 3 * height * width + projection.weight.nbytes
+            if 2 * held > self._cache_bytes:
+                return self.kernels.embed(
+                    picture.frame, memory, height, width, projection, units, dtype)
+            memory = self.kernels.patches(picture.frame, memory, height, width)
         if self.kernels is not None:
             return self.kernels.project(memory, projection, units, addend, dtype)
         return project_plain(memory, projection, units, addend, dtype)
