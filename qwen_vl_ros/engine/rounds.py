@@ -15,6 +15,7 @@ from qwen_vl_ros.engine.errors import EngineError
 from qwen_vl_ros.engine.generate import Choice
 from qwen_vl_ros.engine.lanes import Lane, Mark
 from qwen_vl_ros.engine.offload import Prepared
+from qwen_vl_ros.engine.parts import whole
 from qwen_vl_ros.engine.running import Look, Running
 from qwen_vl_ros.engine.stages import DeviceClock
 from qwen_vl_ros.engine.task import Priority, Task, Track
@@ -22,6 +23,9 @@ from qwen_vl_ros.engine.types import Event, Stage
 from qwen_vl_ros.measure.timeline import Timeline
 
 LOG = logging.getLogger(__name__)
+
+#: Units of work put onto a GPU between two decode steps at most.
+UNITS = 4
 
 #: Timelines that the bubble is computed from.
 KEPT = 64
@@ -49,6 +53,7 @@ class Rounds:
                          Lane(device, 'prefill continuous', 0), depth=1)}
         self._draining: list[Task] = []
         self._acquired = Mark()
+        self._units = UNITS if device.type == 'cuda' else 1
 
     def add(self, task: Task) -> None:
         """Take a request in whose planning has begun."""
@@ -61,11 +66,25 @@ class Rounds:
         return bool(self._draining) or any(track.busy for track in self._tracks.values())
 
     def advance(self) -> bool:
-        """Run the next unit of work of the most urgent request that has one."""
+        """
+        Run the next units of work of the most urgent request that has one.
+
+        A GPU gets several at once: launching them takes less time than they do.
+        """
+        for done in range(self._units):
+            if not self._advance():
+                return done > 0
+        return True
+
+    def _advance(self) -> bool:
         for task in list(self.active):
-            if task.decoding or task.planning is None or not task.planning.done():
+            if task.decoding or task.planning is None:
                 continue
             try:
+                if not task.planning.done():
+                    if self._encode_early(task):
+                        return True
+                    continue
                 if task.run is None:
                     task.run = task.planning.result()
                 if self._unit(task, task.run):
@@ -75,6 +94,30 @@ class Rounds:
                 return True
         return False
 
+    def _clock(self, task: Task) -> DeviceClock:
+        if task.clock is None:
+            with self._clock_lane.active():
+                task.clock = DeviceClock(task.timeline, self.engine.model.device)
+        return task.clock
+
+    def _encode_early(self, task: Task) -> bool:
+        """Encode a still whose request is still being planned; it is nearly always new."""
+        track = self._track(task)
+        if task.early is None or task.adopted is not None or not track.room(track.vision):
+            return False
+        visual, prepared = task.early
+        if not prepared.done() or task.cancelled():
+            return False
+        clock = self._clock(task)
+        with track.vision.active():
+            task.adopted = self.engine.model.encode_part(
+                visual, prepared.result(), whole(visual), clock)
+        task.early_mark = track.took(track.vision, task)
+        return True
+
+    def _track(self, task: Task) -> Track:
+        return self._tracks[task.priority < Priority.CONTINUOUS]
+
     def _unit(self, task: Task, run: Running) -> bool:
         """Do a unit of a request's work before its decoding; ``False`` when it has to wait."""
         state = run.generated
@@ -82,7 +125,7 @@ class Rounds:
         if state.reason:
             self._finish(task, run)
             return True
-        track = self._tracks[task.priority < Priority.CONTINUOUS]
+        track = self._track(task)
         if not task.opened:
             return self._open_caches(task, run, track)
         if self._encode(task, run, track) or self._prefill(task, run, track):
@@ -103,8 +146,7 @@ class Rounds:
     def _open_caches(self, task: Task, run: Running, track: Track) -> bool:
         if not self.engine.pool.available:
             return False
-        with self._clock_lane.active():
-            clock = DeviceClock(task.timeline, self.engine.model.device)
+        clock = self._clock(task)
         # Rows are copied from caches whose owners work on other lanes.
         track.prefill.wait(self._acquired)
         with track.prefill.active():
@@ -112,6 +154,9 @@ class Rounds:
         self._acquired = track.prefill.mark()
         task.marks.append(self._acquired)
         task.opened = True
+        if task.adopted is not None and run.adopt(*task.adopted):
+            task.encoded.append((*run.looks[0].span, task.early_mark))
+        task.adopted = None
         if run.looks:
             self.tell(task, Stage('vision'))
         return True
@@ -138,7 +183,11 @@ class Rounds:
         assert task.run is not None
         ahead = [other for other in task.run.looks if other.parts][:2]
         for other in ahead:
-            if other.visual.key not in task.patches:
+            if other.visual.key in task.patches:
+                continue
+            if task.early is not None and other.visual is task.run.visuals[0]:
+                task.patches[other.visual.key] = task.early[1]
+            else:
                 task.patches[other.visual.key] = self._prepare(task.run.patches, other)
         future = task.patches[look.visual.key]
         return future.result() if future.done() else None

@@ -19,6 +19,7 @@ from qwen_vl_ros.engine.model import Model, Placed
 from qwen_vl_ros.engine.offload import Prepared
 from qwen_vl_ros.engine.options import ModelInfo, Options
 from qwen_vl_ros.engine.parts import Part, banded, parts_of
+from qwen_vl_ros.engine.patches import grid_of
 from qwen_vl_ros.engine.prompt import Prompt, PromptBuilder, Turn, VisualToken
 from qwen_vl_ros.engine.request import check_request, plan_visual
 from qwen_vl_ros.engine.sessions import Sessions, without_repeats
@@ -126,6 +127,39 @@ class Running:
                 banded(v, self.micro_batch) for v in plan_visuals(shared, request))
         self.turns, self.prompt = self._fit(Turn(request.question, self.visuals))
         self.shown = [v for turn in self.turns for v in turn.visuals]
+
+    def early_visual(self) -> VisualToken | None:
+        """
+        Return the first visual without its key, where nothing but its size has to be known.
+
+        Hashing a camera's frame takes as long as cutting it into patches: meanwhile it can be
+        encoded. ``None`` for a frame that has been hashed before (its features may be there), and
+        where units are chosen.
+        """
+        request, shared = self.request, self._shared
+        if not request.visuals or self.micro_batch < 1 or request.keep_ratio < 1:
+            return None
+        visual = request.visuals[0]
+        known = [frame for frame in visual.frames if 'digest' in vars(frame)]
+        if visual.keep is not None or not visual.frames or known or request.session_id:
+            return None
+        grid = grid_of(visual.frames, shared.options.min_pixels, shared.info.max_pixels,
+                       shared.model.config.vision.factor)
+        token = VisualToken(grid, len(visual.frames) > 1, 0, None, tuple(visual.frames))
+        return token if len(parts_of(token, self.micro_batch)) == 1 else None
+
+    def adopt(self, features: Tensor, finite: Tensor) -> bool:
+        """
+        Take the merged tokens of the first visual, encoded before it was known to be needed.
+
+        :return: whether it is.
+        """
+        for look in self.looks[:1]:
+            if look.visual is self.visuals[0] and look.parts:
+                look.parts, look.done = [], [features]
+                self._finite.append((look, finite))
+                return True
+        return False
 
     def _fit(self, turn: Turn) -> tuple[tuple[Turn, ...], Prompt]:
         """

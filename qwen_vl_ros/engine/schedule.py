@@ -32,7 +32,7 @@ from qwen_vl_ros.measure.timeline import Timeline
 LOG = logging.getLogger(__name__)
 
 #: Seconds between two looks at the device while there is nothing else to do.
-GLANCE_S = 0.0002
+GLANCE_S = 0.0001
 
 #: Longest time that a cancel goes unnoticed while nothing else happens, seconds.
 NOTICE_S = 0.005
@@ -89,6 +89,7 @@ class Scheduler:
         self._waiting: list[Task] = []
         self._rounds = Rounds(engine, self._prepare)
         self._changed = threading.Condition()
+        self._news = 0
         self._open = True
         self._error = EngineError(ErrorCode.INACTIVE, 'the scheduler was stopped')
         self._thread: threading.Thread | None = None
@@ -159,6 +160,7 @@ class Scheduler:
                         timeline or Timeline(), cancelled, session)
             self._waiting.append(task)
             self._waiting.sort(key=lambda t: t.rank)
+            self._news += 1
             self._changed.notify_all()
         return task
 
@@ -206,6 +208,7 @@ class Scheduler:
 
     def _work(self) -> None:
         while self._open and self._thread is threading.current_thread():
+            news = self._news
             try:
                 worked = self.run_once()
             except Exception as error:
@@ -215,7 +218,7 @@ class Scheduler:
                 continue
             if not worked:
                 with self._changed:
-                    if self._open and not self._startable():
+                    if self._open and self._news == news and not self._startable():
                         self._changed.wait(self._patience())
         self._rounds.end_all(self._error)
 
@@ -275,15 +278,19 @@ class Scheduler:
 
     def _notify(self) -> None:
         with self._changed:
+            self._news += 1
             self._changed.notify_all()
 
     def _plan(self, task: Task) -> Running:
         """Lay a request out and begin its patches, on the host's thread."""
         run = Running(self.engine, task.make(), task.timeline, task.cancelled,
                       self.options.micro_batch)
+        early = run.early_visual()
+        if early is not None:
+            task.early = early, self._prepare(self.engine.model.patches, early, task.timeline)
         run.plan()
         for visual in run.visuals[:1]:
-            if visual.key not in self.engine.features:
+            if early is None and visual.key not in self.engine.features:
                 task.patches[visual.key] = self._prepare(
                     self.engine.model.patches, visual, task.timeline)
         return run

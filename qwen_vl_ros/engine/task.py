@@ -7,10 +7,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from torch import Tensor
+
 from qwen_vl_ros.engine.errors import EngineError
 from qwen_vl_ros.engine.lanes import Lane, Mark
 from qwen_vl_ros.engine.offload import Prepared
+from qwen_vl_ros.engine.prompt import VisualToken
 from qwen_vl_ros.engine.running import Running
+from qwen_vl_ros.engine.stages import DeviceClock
 from qwen_vl_ros.engine.types import Event, Request
 from qwen_vl_ros.measure.timeline import Timeline
 
@@ -49,6 +53,12 @@ class Task:
     planning: Future[Running] | None = None
     #: Patches by the visual's key, made ahead or on their way.
     patches: dict[int, Future[Prepared]] = field(default_factory=dict)
+    #: The first visual without its key, and its patches, both made before all is planned.
+    early: tuple[VisualToken, Future[Prepared]] | None = None
+    #: Its merged tokens and whether they are finite, encoded before all is planned.
+    adopted: tuple[Tensor, Tensor] | None = None
+    early_mark: Mark = field(default_factory=Mark)
+    clock: DeviceClock | None = None
     opened: bool = False
     told_prefill: bool = False
     #: Of each part encoded: its place in the prompt, and the mark behind its work.

@@ -315,3 +315,28 @@ def test_caches_are_bounded_by_memory(folders):
     assert len({e.answer.token_ids for e in found}) == 1
     with pytest.raises(EngineError, match='does not hold one cache'):
         Engine.load(str(folders['small']), device='cpu', max_context=256, cache_bytes=one - 1)
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_answers_beside_each_other(folders, requests):
+    """Streams, events and graphs instead of calls that wait."""
+    engine = Engine.load(str(folders['small']), device='cuda', dtype='float32', max_context=1024,
+                         repetition_window=0, max_sequences=4)
+    expected = alone(engine, requests)
+    plan = scheduler(engine, max_sequences=4)
+    plan.start()
+    for turn in range(3):
+        found = [Events() for _ in requests]
+        engine.forget()
+        for number, (request, events) in enumerate(zip(requests, found)):
+            plan.submit(request, events, priority=Priority((number + turn) % 3),
+                        cancelled=events.flag.is_set)
+        found[turn].flag.set()
+        end = time.monotonic() + 60
+        while not all(events.ended for events in found) and time.monotonic() < end:
+            time.sleep(0.001)
+        for number, events in enumerate(found):
+            if number != turn:
+                assert events.answer.token_ids == expected[number]
+    assert plan.stop()
+    idle(plan)

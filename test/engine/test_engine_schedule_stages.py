@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -13,9 +15,10 @@ from engine_schedules import Events, idle, scheduler
 
 from qwen_vl_ros.engine import lanes, rounds
 from qwen_vl_ros.engine.engine import Engine
-from qwen_vl_ros.engine.errors import ErrorCode
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.parts import banded, parts_of, whole
 from qwen_vl_ros.engine.prompt import VisualToken
+from qwen_vl_ros.engine.running import Running
 from qwen_vl_ros.engine.task import Priority
 from qwen_vl_ros.engine.types import Request, Stage, Visual
 
@@ -389,4 +392,55 @@ def test_prefixes_are_copied_from_sequences_that_run(engine, picture):
     config = engine.model.config.language
     row = 2 * config.layers * config.kv_heads * config.head_dim * 4
     assert written < 20 * row
+    idle(plan)
+
+
+@pytest.mark.parametrize('fate', ['', 'refused', 'cancelled'])
+def test_a_new_frame_is_encoded_while_its_request_is_planned(engine, picture, monkeypatch, fate):
+    ask = Request(QUESTION, (Visual((picture(112, 112),)), Visual((picture(84, 112, 1),))),
+                  max_new_tokens=8)
+    expected = list(engine.answer(ask))[-1].answer.token_ids
+    engine.forget()
+    fresh = replace(ask, visuals=(Visual((picture(112, 112),)), Visual((picture(84, 112, 1),))))
+    plan = scheduler(engine)
+    encoded, going = [], threading.Event()
+    work, planning = engine.model.encode_part, Running.plan
+
+    def note(visual, *rest):
+        encoded.append(visual)
+        return work(visual, *rest)
+
+    def slow(run):
+        assert going.wait(20)
+        if fate == 'refused':
+            raise EngineError(ErrorCode.PROMPT_TOO_LONG, 'too long')
+        planning(run)
+
+    monkeypatch.setattr(engine.model, 'encode_part', note)
+    monkeypatch.setattr(Running, 'plan', slow)
+    events = Events()
+    plan.submit(fresh, events, cancelled=events.flag.is_set)
+    end = time.monotonic() + 20
+    while not encoded and time.monotonic() < end:
+        plan.run_once()
+    assert len(encoded) == 1 and encoded[0].key == 0
+    if fate == 'cancelled':
+        events.flag.set()
+    going.set()
+    while not events.ended:
+        plan.run_once()
+    if fate == 'refused':
+        assert events.error.code == ErrorCode.PROMPT_TOO_LONG
+    elif fate == 'cancelled':
+        assert events.answer.finish_reason == 'cancelled'
+    else:
+        assert events.answer.token_ids == expected
+        assert [s.name for s in events.answer.timeline.spans].count('encode') == 2
+        assert len(encoded) == 2
+        # The same frames again: they have been hashed, their features are there.
+        again = Events()
+        plan.submit(replace(fresh, question='the path'), again)
+        while not again.ended:
+            plan.run_once()
+        assert len(encoded) == 2
     idle(plan)
