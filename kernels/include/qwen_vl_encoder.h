@@ -173,6 +173,17 @@ QWEN_VL_API int qwen_vl_multiply_s8(const qwen_vl_product* product, const int8_t
                                     const float* weight_scales, const void* bias, const void* add,
                                     void* out, void* stream, char* message, size_t message_size);
 
+/* ---- Products with an activation, sm_90 alone ------------------------------------------------ */
+
+/*
+ * QWEN_VL_QUICK_GELU: out = quick_gelu(x * weight^T + bias). QWEN_VL_SILU, without bias: weight is
+ * [2 * outs][ins], gates first: out = silu(x * gates^T) * (x * others^T). ins is a multiple of 64.
+ */
+QWEN_VL_API int qwen_vl_multiply_activated(const qwen_vl_product* product, int32_t activation,
+                                           const void* x, const void* weight, const void* bias,
+                                           void* out, void* stream, char* message,
+                                           size_t message_size);
+
 #ifdef __cplusplus
 }
 #endif

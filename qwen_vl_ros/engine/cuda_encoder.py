@@ -1,10 +1,12 @@
 """
 The encoder's blocks and merger on CUDA: one graph a bucket of patches.
 
-A block is nine launches, or eight in INT8::
+A block is eight launches::
 
     norm -> QKV (bias) -> rotation -> attention -> projection (bias, + x)
-    norm -> fc1 (bias) -> quick-GELU -> fc2 (bias, + x)
+    norm -> fc1 (bias, quick-GELU) -> fc2 (bias, + x)
+
+and nine where no kernel has fc1's activation in its epilogue, or where that is slower.
 
 Rows are filled up to a multiple of 64 with zeros, which belong to no segment of attention; what
 differs between two pictures of a bucket (embeddings, places, segments) lies in buffers that the
@@ -14,7 +16,6 @@ graph reads. A new camera resolution costs one capture.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,16 +25,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qwen_vl_ros.engine.graphs import Graphs
+from qwen_vl_ros.engine.graphs import Graphs, Runner, Turns
 from qwen_vl_ros.engine.layers import Linear, inverse_frequencies
 from qwen_vl_ros.engine.quant_linear import Int8Linear
 from qwen_vl_ros.kernels import encoder as native
 from qwen_vl_ros.kernels.encoder import EncoderKernels, tile_list
-from qwen_vl_ros.kernels.gemm import DTYPES, Products
+from qwen_vl_ros.kernels.gemm import DTYPES, Products, queued_time
 from qwen_vl_ros.kernels.loader import KernelError, optional
 
 if TYPE_CHECKING:
     from qwen_vl_ros.engine.vision import VisionBlock, VisionEncoder
+    from qwen_vl_ros.kernels.encoder_plain import PlainKernels, PlainProducts
 
 LOG = logging.getLogger('qwen_vl_ros.engine')
 
@@ -64,20 +66,25 @@ class CudaEncoder:
     Fused form of :class:`~qwen_vl_ros.engine.vision.VisionEncoder`; weights are the encoder's own.
 
     :param encoder: bfloat16 or float16, on a GPU, of a shape that :meth:`fault` accepts.
+    :param kernels: and ``products``, ``runner``: the device's own, or the plain twins.
     :raises FileNotFoundError: without the library, see :meth:`make`.
     :raises KernelError: without cuBLASLt.
     """
 
-    def __init__(self, encoder: VisionEncoder) -> None:
+    def __init__(
+        self, encoder: VisionEncoder, kernels: EncoderKernels | PlainKernels | None = None,
+        products: Products | PlainProducts | None = None, runner: Runner | None = None,
+    ) -> None:
         cfg = encoder.config
         self.encoder = encoder
-        self.kernels = EncoderKernels(encoder.device)
-        self.products = Products(encoder.device)
-        self.graphs = Graphs(encoder.device, 'encoder')
+        self.kernels = kernels or EncoderKernels(encoder.device)
+        self.products = products or Products(encoder.device)
+        self.graphs: Runner = runner or Graphs(encoder.device, 'encoder')
         #: Which form of attention runs, one of :data:`~qwen_vl_ros.kernels.encoder.FORMS`.
         self.form = 'wgmma' if cfg.head_dim == 80 and self.kernels.has('wgmma') else 'mma'
-        self._lock = threading.Lock()
-        self._last: torch.cuda.Event | None = None
+        #: By rows of a bucket: fc1 and its activation are one kernel, where that is faster.
+        self.activated: dict[int, bool] = {}
+        self._taken = Turns(encoder.device)
         self._layouts: OrderedDict[tuple[int, int, int], Layout] = OrderedDict()
         angles = torch.arange(POSITIONS)[:, None].float() * inverse_frequencies(
             cfg.head_dim // 2, cfg.theta)
@@ -131,11 +138,7 @@ class CudaEncoder:
         :param units: int64 [kept], ascending, on whatever device; ``None`` keeps all.
         :return: [kept, out_width].
         """
-        with self._lock:
-            stream = torch.cuda.current_stream(self.encoder.device)
-            if self._last is not None:
-                # Another stream may still be working in the same buffers.
-                stream.wait_event(self._last)
+        with self._taken.take():
             layout = self._layout(grid, units)
             rows, tiles = bucket(layout.count), _bucket_tiles(layout.tiles.shape[0])
             try:
@@ -146,14 +149,12 @@ class CudaEncoder:
             except Exception:
                 self.release()
                 raise
-            merged = self._merged[:layout.count // 4].clone()
-            self._last = torch.cuda.Event()
-            self._last.record(stream)
-            return merged
+            return self._merged[:layout.count // 4].clone()
 
     def release(self) -> None:
         """Give buffers and graphs back; the next pass makes them again."""
         self.graphs.clear()
+        self.activated.clear()
         self._rows = self._tiles = 0
         for name in ('_x', '_y', '_wide', '_merged', '_spots', '_tile_list', '_codes', '_scales'):
             self.__dict__.pop(name, None)
@@ -187,7 +188,9 @@ class CudaEncoder:
             self._upload(tile_list([4 * int(n) for n in counts if n])))
 
     def _upload(self, array: np.ndarray) -> Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(array)).pin_memory()
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        if self.encoder.device.type == 'cuda':
+            host = host.pin_memory()
         return host.to(self.encoder.device, non_blocking=True)
 
     def _reserve(self, rows: int, tiles: int) -> None:
@@ -248,6 +251,11 @@ class CudaEncoder:
     def _mlp(self, block: VisionBlock, x: Tensor, y: Tensor, rows: int) -> None:
         cfg, k = self.encoder.config, self.kernels
         hidden = self._wide[:rows * cfg.mlp_width].view(rows, cfg.mlp_width)
+        if self.activated.get(rows):
+            k.norm(x, *block.norm2, EPS, y)
+            k.multiply_activated(y, block.fc1.weight, block.fc1.bias, cfg.activation, hidden)
+            self._multiply(hidden, block.fc2, x, x)
+            return
         self._normed(x, block.norm2, block.fc1, y, hidden)
         if isinstance(block.fc2, Int8Linear):
             codes = self._codes[:hidden.numel()].view(hidden.shape)
@@ -287,6 +295,28 @@ class CudaEncoder:
             each(name, add)
         for linear in (enc.merge_fc1, enc.merge_fc2):
             self.products.tune(rows // 4, [linear.weight], [linear.bias])
+        if rows not in self.activated:
+            self.activated[rows] = self._activated_pays(rows)
+
+    def _activated_pays(self, rows: int) -> bool:
+        """Tell whether fc1 with its activation is faster as one kernel than as two, by timing."""
+        enc, k = self.encoder, self.kernels
+        cfg = enc.config
+        if not k.has('wgmma') or cfg.activation != 'quick_gelu' or cfg.width % 64 or (
+                isinstance(enc.blocks[0].fc1, Int8Linear)):
+            return False
+        y = torch.randn(rows, cfg.width, dtype=enc.dtype, device=enc.device)
+        hidden = torch.empty(rows, cfg.mlp_width, dtype=enc.dtype, device=enc.device)
+
+        def apart(i: int) -> None:
+            self._multiply(y, enc.blocks[i % cfg.depth].fc1, hidden)
+            k.activate(hidden, cfg.activation, hidden)
+
+        def together(i: int) -> None:
+            fc1 = enc.blocks[i % cfg.depth].fc1
+            k.multiply_activated(y, fc1.weight, fc1.bias, cfg.activation, hidden)
+
+        return queued_time(together) < queued_time(apart)
 
 
 EPS = 1e-6

@@ -1,10 +1,12 @@
 """
 Prefill on CUDA: one graph a bucket of tokens, for any cache and any start.
 
-A layer is ten launches::
+A layer is eight launches::
 
     norm -> QKV (bias) -> rotation, keys and values into the cache -> attention -> out (+ x)
-    norm -> gate and up -> SiLU(gate) * up -> down (+ x)
+    norm -> SiLU(gate) * up -> down (+ x)
+
+and nine where no kernel has the activation in its epilogue, or where that is slower.
 
 Where a chunk stands (cache, start, length) is read from device memory, so that a graph serves
 every request. Quantised matrices are called as the objects that they are.
@@ -13,23 +15,23 @@ every request. Quantised matrices are called as the objects that they are.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from qwen_vl_ros.engine.graphs import Graphs
+from qwen_vl_ros.engine.graphs import Graphs, Runner, Turns
 from qwen_vl_ros.engine.kv_cache import KVCache
 from qwen_vl_ros.engine.layers import Linear
 from qwen_vl_ros.kernels import encoder as native
 from qwen_vl_ros.kernels.encoder import EncoderKernels
-from qwen_vl_ros.kernels.gemm import DTYPES, Products
+from qwen_vl_ros.kernels.gemm import DTYPES, Products, queued_time
 from qwen_vl_ros.kernels.loader import KernelError, optional
 
 if TYPE_CHECKING:
     from qwen_vl_ros.engine.language import LanguageModel
+    from qwen_vl_ros.kernels.encoder_plain import PlainKernels, PlainProducts
 
 LOG = logging.getLogger('qwen_vl_ros.engine')
 
@@ -45,16 +47,23 @@ class CudaPrefill:
     Fused form of :meth:`LanguageModel.prefill`; weights are the model's own.
 
     :param language: bfloat16 or float16, on a GPU, of a shape that :meth:`fault` accepts.
+    :param kernels: and ``products``, ``runner``: the device's own, or the plain twins.
+    :raises FileNotFoundError: without the library, see :meth:`make`.
+    :raises KernelError: without cuBLASLt.
     """
 
-    def __init__(self, language: LanguageModel) -> None:
+    def __init__(
+        self, language: LanguageModel, kernels: EncoderKernels | PlainKernels | None = None,
+        products: Products | PlainProducts | None = None, runner: Runner | None = None,
+    ) -> None:
         cfg = language.config
         self.language = language
-        self.kernels = EncoderKernels(language.device)
-        self.products = Products(language.device)
-        self.graphs = Graphs(language.device, 'prefill')
-        self._lock = threading.Lock()
-        self._last: torch.cuda.Event | None = None
+        self.kernels = kernels or EncoderKernels(language.device)
+        self.products = products or Products(language.device)
+        self.graphs: Runner = runner or Graphs(language.device, 'prefill')
+        #: By rows of a bucket: gate, up and activation are one kernel, where that is faster.
+        self.activated: dict[int, bool] = {}
+        self._taken = Turns(language.device)
         self._axes = language.axes.int()
         self._frequencies = language.frequencies.float()
         self._qkv_width = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
@@ -104,11 +113,7 @@ class CudaPrefill:
         :param x: [n, width]; more than :data:`MOST` rows are run in pieces.
         """
         out = torch.empty_like(x)
-        with self._lock:
-            stream = torch.cuda.current_stream(self.language.device)
-            if self._last is not None:
-                # Another stream may still be working in the same buffers.
-                stream.wait_event(self._last)
+        with self._taken.take():
             try:
                 for first in range(0, x.shape[0], MOST):
                     end = min(first + MOST, x.shape[0])
@@ -117,13 +122,12 @@ class CudaPrefill:
             except Exception:
                 self.release()
                 raise
-            self._last = torch.cuda.Event()
-            self._last.record(stream)
         return out
 
     def release(self) -> None:
         """Give buffers and graphs back; the next chunk makes them again."""
         self.graphs.clear()
+        self.activated.clear()
         self._rows = 0
         for name in ('_x', '_y', '_qkv', '_wide', '_hidden', '_turns', '_positions', '_span'):
             self.__dict__.pop(name, None)
@@ -140,7 +144,7 @@ class CudaPrefill:
         where = cache.rows
         span = torch.tensor(
             [where.data_ptr(), where.stride(0), where.stride(1), where.stride(2), start, n],
-            dtype=torch.int64, pin_memory=True)
+            dtype=torch.int64, pin_memory=x.is_cuda)
 
         def fill() -> None:
             self._span.copy_(span, non_blocking=True)
@@ -187,8 +191,12 @@ class CudaPrefill:
             k.attend_cache(qkv, cfg.heads, cfg.kv_heads, self._span, index, y)
             self._call(layer.out, y, x, x)
             k.norm(x, layer.norm2, None, cfg.eps, y)
-            wide = self._call(layer.gate_up, y, self._wide[:rows])
-            hidden = k.gate(wide, cfg.activation, self._hidden[:rows])
+            hidden = self._hidden[:rows]
+            if self.activated.get(rows):
+                k.multiply_activated(y, layer.gate_up.weight, None, cfg.activation, hidden)
+            else:
+                wide = self._call(layer.gate_up, y, self._wide[:rows])
+                k.gate(wide, cfg.activation, hidden)
             self._call(layer.down, hidden, x, x)
 
     def _call(self, linear: Linear, x: Tensor, out: Tensor, add: Tensor | None = None) -> Tensor:
@@ -205,6 +213,29 @@ class CudaPrefill:
             if type(linears[0]) is Linear:
                 self.products.tune(rows, [m.weight for m in linears], [m.bias for m in linears],
                                    add)
+        if rows not in self.activated:
+            self.activated[rows] = self._activated_pays(rows)
+
+    def _activated_pays(self, rows: int) -> bool:
+        """Tell whether gate and up are faster as one kernel than as two, by timing."""
+        language, k = self.language, self.kernels
+        cfg = language.config
+        matrices = [layer.gate_up for layer in language.layers]
+        if not k.has('wgmma') or cfg.activation != 'silu' or cfg.width % 64 or (
+                type(matrices[0]) is not Linear or matrices[0].bias is not None):
+            return False
+        y = torch.randn(rows, cfg.width, dtype=language.dtype, device=language.device)
+        wide, hidden = self._wide[:rows], self._hidden[:rows]
+
+        def apart(i: int) -> None:
+            self._call(matrices[i % cfg.layers], y, wide)
+            k.gate(wide, cfg.activation, hidden)
+
+        def together(i: int) -> None:
+            k.multiply_activated(
+                y, matrices[i % cfg.layers].weight, None, cfg.activation, hidden)
+
+        return queued_time(together) < queued_time(apart)
 
 
 def bucket(count: int) -> int:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -28,6 +31,68 @@ class Captured:
     prepare_ms: float
     ms: float
     bytes: int
+
+
+class Runner(Protocol):
+    """What fills buffers and works on them; :class:`Graphs` does it by replaying graphs."""
+
+    captured: list[Captured]
+
+    def run(
+        self, key: Hashable, fill: Callable[[], None], body: Callable[[], None],
+        prepare: Callable[[], None],
+    ) -> None:
+        """See :meth:`Graphs.run`."""
+
+    def clear(self) -> None:
+        """Forget what belongs to buffers that are given up."""
+
+
+class Direct:
+    """Runs bodies as they are, without graphs."""
+
+    def __init__(self) -> None:
+        self.captured: list[Captured] = []
+
+    def run(
+        self, key: Hashable, fill: Callable[[], None], body: Callable[[], None],
+        prepare: Callable[[], None],
+    ) -> None:
+        """Fill the buffers and do what ``body`` does to them."""
+        fill()
+        body()
+
+    def clear(self) -> None:
+        """Do nothing: nothing is kept."""
+
+
+class Turns:
+    """
+    Lets threads and streams use the same buffers one after the other.
+
+    :param device: of the buffers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._last: torch.cuda.Event | None = None
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """Work in the current stream, after what another stream still does."""
+        with self._lock:
+            if self._device.type != 'cuda':
+                yield
+                return
+            stream = torch.cuda.current_stream(self._device)
+            if self._last is not None:
+                stream.wait_event(self._last)
+            try:
+                yield
+            finally:
+                self._last = torch.cuda.Event()
+                self._last.record(stream)
 
 
 class Graphs:

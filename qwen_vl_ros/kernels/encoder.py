@@ -173,6 +173,24 @@ class EncoderKernels:
                   ctypes.c_float(shape.head_dim ** -0.5), address(out))
         return out
 
+    def multiply_activated(self, x: Tensor, weight: Tensor, bias: Tensor | None, name: str,
+                           out: Tensor) -> Tensor:
+        """
+        Write ``quick_gelu(x @ weight.T + bias)``, or ``silu(x @ gates.T) * (x @ others.T)``.
+
+        Only where :meth:`has` says 'wgmma'.
+
+        :param x: [rows, ins], ins a multiple of 64.
+        :param weight: [outs, ins] for quick_gelu; for silu gates, then others, [2 * outs, ins].
+        :param name: quick_gelu or silu.
+        :param out: [rows, outs].
+        """
+        shape = NativeProduct(x.shape[0], out.shape[1], x.shape[1], DTYPES.index(x.dtype),
+                              bias is not None, 0)
+        self._run('multiply_activated', shape, ACTIVATIONS.index(name), address(x),
+                  address(weight), address(bias), address(out))
+        return out
+
     def multiply_s8(self, x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor,
                     bias: Tensor | None, out: Tensor, add: Tensor | None = None) -> Tensor:
         """

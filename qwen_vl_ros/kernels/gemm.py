@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -170,7 +170,9 @@ class Products:
         for algorithm in plan.algorithms:
             try:
                 self._choose(plan, algorithm)
-                took = self._time(plan, x, weights, biases, out, add)
+                took = queued_time(lambda i: self._multiply(
+                    plan, x, weights[i % len(weights)], biases[i % len(weights)], out,
+                    out if add else None))
             except KernelError:
                 continue  # refused for this shape after all
             # cuBLASLt's own order stands unless another one is clearly faster.
@@ -182,26 +184,6 @@ class Products:
         plan.tuned = True
         self._store.put(shape.name, best[1])
         return best[0]
-
-    def _time(
-        self, plan: Plan, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None],
-        out: Tensor, add: bool, runs: int = 12,
-    ) -> float:
-        """Return microseconds of a product, the faster of two rounds."""
-        best = float('inf')
-        for turn in range(3):
-            # The device waits (cycles) while the launches queue up: their own cost stays out.
-            torch.cuda._sleep(1_000_000 if turn else 1)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for i in range(runs if turn else 1):
-                j = i % len(weights)
-                self._multiply(plan, x, weights[j], biases[j], out, out if add else None)
-            end.record()
-            end.synchronize()
-            if turn:
-                best = min(best, begin.elapsed_time(end) * 1e3 / runs)
-        return best
 
     def _prepare(self, shape: Shape) -> Plan:
         product = NativeProduct(shape.rows, shape.outs, shape.ins, DTYPES.index(shape.dtype),
@@ -296,6 +278,27 @@ class Store:
         if not isinstance(found, dict):
             return {}
         return {key: value for key, value in found.items() if isinstance(value, dict)}
+
+
+def queued_time(call: Callable[[int], object], runs: int = 12) -> float:
+    """
+    Return microseconds of a launch among many, the fastest of two rounds.
+
+    :param call: launches in the current stream; gets a running number, to rotate its operands.
+    """
+    best = float('inf')
+    for turn in range(3):
+        # The device waits (cycles) while the launches queue up: their own cost stays out.
+        torch.cuda._sleep(1_000_000 if turn else 1)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for i in range(runs if turn else 1):
+            call(i)
+        end.record()
+        end.synchronize()
+        if turn:
+            best = min(best, begin.elapsed_time(end) * 1e3 / runs)
+    return best
 
 
 def address(tensor: Tensor | None) -> ctypes.c_void_p:

@@ -7,6 +7,7 @@
 //     a product    m16n8k16; 80 channels are 5 steps of scores and 10 columns of results
 //     rows         in shared memory are an odd number of 16-byte chunks apart: no bank conflicts
 #include "attention.cuh"
+#include "hopper.h"
 #include "mma.cuh"
 #include "status.h"
 

@@ -82,9 +82,5 @@ struct Softmax {
   }
 };
 
-// Hopper's form, in a file of its own; false where the library was built without it.
-bool wgmma_built();
-int launch_wgmma(int dtype, const void* args, int tiles, int heads, cudaStream_t stream);
-
 }  // namespace qwen_vl
 #endif  // QWEN_VL_CUDA_ENCODER_ATTENTION_CUH_

@@ -9,6 +9,7 @@
 //     ring         five tiles of keys and values, filled by all threads (cp.async), three ahead;
 //                  a group may be one tile ahead of the other
 #include "attention.cuh"
+#include "hopper.h"
 #include "mma.cuh"
 #include "wgmma.cuh"
 
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend(const Attention<T> p) {
   wait_full(0);
   wgmma_begin();
   multiply_keys(0);
-  if (ORDER && own == 2) named_arrive<kThreads>(other);
+  if (ORDER && own == 2 && tiles > 1) named_arrive<kThreads>(other);
   wgmma_wait<0>();
   hide(scores, end_key - first_key, lane);
   softmax.step(scores, p.scale);

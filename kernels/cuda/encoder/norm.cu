@@ -1,4 +1,4 @@
-// Layer norm and root-mean-square norm, a warp a row, the row in registers: read once, written
+// Layer norm and root-mean-square norm, four warps a row, the row in registers: read once, written
 // once, as 16-bit floats or as int8 with a scale.
 //
 // Layer norm: Ba, Kiros and Hinton 2016; RMS norm: Zhang and Sennrich 2019. Mean and variance are
@@ -9,7 +9,7 @@
 namespace qwen_vl {
 namespace {
 
-constexpr int kWarps = 4;
+constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr float kLargestCode = 127.0f;
 
 template <class T>
@@ -24,92 +24,90 @@ struct Norm {
   float eps;
 };
 
-// kChunks: 16-byte chunks a lane holds.
+// Sum over the block; `shared` is written by this call alone.
+__device__ inline float block_sum(float x, float* shared) {
+  x = warp_sum(x);
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) x += shared[i];
+  return x;
+}
+
+// kChunks: 16-byte chunks a thread holds.
 template <class T, int kChunks>
-__global__ void __launch_bounds__(kWarps * 32) norm_rows(const Norm<T> p) {
-  const int row = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (row >= p.rows) return;
+__global__ void __launch_bounds__(kThreads) norm_rows(const Norm<T> p) {
+  __shared__ float shared[3][kWarps];
+  const int64_t row = blockIdx.x;
   const int chunks = p.width / 8;
-  const T* const from = p.x + static_cast<int64_t>(row) * p.width;
-  Eight values[kChunks];
-  float sum = 0.0f;
+  uint4 raw[kChunks], weights[kChunks], biases[kChunks];
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    const int chunk = i * 32 + lane;
+    const int chunk = i * kThreads + threadIdx.x;
+    raw[i] = weights[i] = biases[i] = {0, 0, 0, 0};
     if (chunk < chunks) {
-      values[i] = Eight::load(from + chunk * 8);
-    } else {
-#pragma unroll
-      for (float& v : values[i].v) v = 0.0f;
-    }
-#pragma unroll
-    for (float v : values[i].v) sum += v;
-  }
-  // On their way while the sums are taken.
-  uint4 weights[kChunks], biases[kChunks];
-#pragma unroll
-  for (int i = 0; i < kChunks; ++i) {
-    const int chunk = i * 32 + lane;
-    if (chunk < chunks) {
+      raw[i] = *reinterpret_cast<const uint4*>(p.x + row * p.width + chunk * 8);
+      // On their way while the sums are taken.
       weights[i] = *reinterpret_cast<const uint4*>(p.weight + chunk * 8);
       if (p.bias) biases[i] = *reinterpret_cast<const uint4*>(p.bias + chunk * 8);
     }
   }
-  const float mean = p.bias ? warp_sum(sum) / p.width : 0.0f;
+  Eight values[kChunks];
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kChunks; ++i) {
+    values[i] = Eight::of<T>(raw[i]);
+#pragma unroll
+    for (float v : values[i].v) sum += v;
+  }
+  const float mean = p.bias ? block_sum(sum, shared[0]) / p.width : 0.0f;
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    if (i * 32 + lane < chunks) {
+    if (i * kThreads + threadIdx.x < chunks) {
 #pragma unroll
       for (float v : values[i].v) squares += (v - mean) * (v - mean);
     }
   }
-  const float factor = rsqrtf(warp_sum(squares) / p.width + p.eps);
+  const float factor = rsqrtf(block_sum(squares, shared[1]) / p.width + p.eps);
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    const int chunk = i * 32 + lane;
-    if (chunk >= chunks) continue;
-    const Eight weight = Eight::of<T>(weights[i]);
+    const int chunk = i * kThreads + threadIdx.x;
+    const Eight weight = Eight::of<T>(weights[i]), bias = Eight::of<T>(biases[i]);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) values[i].v[j] = (values[i].v[j] - mean) * factor * weight.v[j];
-    if (p.bias) {
-      const Eight bias = Eight::of<T>(biases[i]);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) values[i].v[j] += bias.v[j];
+    for (int j = 0; j < 8; ++j) {
+      values[i].v[j] = (values[i].v[j] - mean) * factor * weight.v[j] + bias.v[j];
+      largest = fmaxf(largest, fabsf(values[i].v[j]));
     }
-    if (p.out) {
-      values[i].store(p.out + static_cast<int64_t>(row) * p.width + chunk * 8);
-    } else {
-#pragma unroll
-      for (float v : values[i].v) largest = fmaxf(largest, fabsf(v));
-    }
+    if (p.out && chunk < chunks) values[i].store(p.out + row * p.width + chunk * 8);
   }
   if (p.out) return;
-  largest = fmaxf(warp_max(largest), 1e-12f);
-  if (lane == 0) p.scales[row] = largest / kLargestCode;
+  largest = warp_max(largest);
+  if (threadIdx.x % 32 == 0) shared[2][threadIdx.x / 32] = largest;
+  __syncthreads();
+  largest = 1e-12f;
+#pragma unroll
+  for (float other : shared[2]) largest = fmaxf(largest, other);
+  if (threadIdx.x == 0) p.scales[row] = largest / kLargestCode;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    const int chunk = i * 32 + lane;
+    const int chunk = i * kThreads + threadIdx.x;
     if (chunk < chunks) {
-      values[i].store_s8(p.codes + static_cast<int64_t>(row) * p.width + chunk * 8,
-                         kLargestCode / largest);
+      values[i].store_s8(p.codes + row * p.width + chunk * 8, kLargestCode / largest);
     }
   }
 }
 
 template <class T>
 void launch(const Norm<T>& p, cudaStream_t stream) {
-  const dim3 grid((p.rows + kWarps - 1) / kWarps);
-  const int lanes = (p.width / 8 + 31) / 32;
-  if (lanes <= 2) {
-    norm_rows<T, 2><<<grid, kWarps * 32, 0, stream>>>(p);
-  } else if (lanes <= 5) {  // 1280
-    norm_rows<T, 5><<<grid, kWarps * 32, 0, stream>>>(p);
-  } else if (lanes == 6) {  // 1536
-    norm_rows<T, 6><<<grid, kWarps * 32, 0, stream>>>(p);
-  } else {  // up to 4096
-    norm_rows<T, 16><<<grid, kWarps * 32, 0, stream>>>(p);
+  if (p.width <= kThreads * 8) {
+    norm_rows<T, 1><<<p.rows, kThreads, 0, stream>>>(p);
+  } else if (p.width <= 2 * kThreads * 8) {
+    norm_rows<T, 2><<<p.rows, kThreads, 0, stream>>>(p);
+  } else {
+    norm_rows<T, 4><<<p.rows, kThreads, 0, stream>>>(p);
   }
 }
 

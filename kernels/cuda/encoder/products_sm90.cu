@@ -1,0 +1,233 @@
+// Products with an activation in the epilogue, on Hopper's wgmma and copy engine; compiled for
+// sm_90a. cuBLASLt has no such epilogue for quick-GELU or for gated activations, so that its result
+// would be read and written once more.
+//
+//     a block      128 rows x 256 (or 2 x 96) outputs; a warpgroup copies, two multiply 64 rows each
+//     a cluster    two blocks with the same rows: each copies half of them to both
+//     ring         four stages of 64 inputs
+#include <dlfcn.h>
+
+#include "hopper.h"
+#include "mma.cuh"
+#include "status.h"
+#include "vector.cuh"
+#include "wgmma_products.cuh"
+
+namespace qwen_vl {
+namespace {
+
+constexpr int kRows = 128, kDepth = 64, kStages = 4, kCluster = 2;
+constexpr int kThreads = 384, kConsumerWarps = 8;
+constexpr int kRowBytes = kDepth * 2;
+
+// kGated: half of a tile's columns are gates, the others what they let through.
+template <bool kGated_>
+struct Tile {
+  static constexpr bool kGated = kGated_;
+  static constexpr int kColumns = kGated ? 192 : 256;
+  static constexpr int kOuts = kGated ? 96 : 256;  // columns of the result
+  static constexpr int kXBytes = kRows * kRowBytes;
+  static constexpr int kStageBytes = kXBytes + kColumns * kRowBytes;
+  static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + 1024;
+};
+
+template <class T>
+struct Args {
+  const T* bias;  // null: none
+  T* out;
+  int rows, outs, ins;
+};
+
+__device__ inline float quick_gelu(float x) {
+  return __fdividef(x, 1.0f + __expf(fminf(-1.702f * x, 80.0f)));
+}
+__device__ inline float silu(float x) {
+  return __fdividef(x, 1.0f + __expf(fminf(-x, 80.0f)));
+}
+
+// Four lanes hold two columns of each of four tiles of eight; afterwards lane i has all of tile i.
+__device__ inline uint4 gather_tile(const uint32_t (&w)[4], int lane) {
+  uint32_t r[4];
+  // A 4x4 transposition in two exchanges: with the neighbour, then with the other pair.
+  const bool odd = lane & 1, upper = lane & 2;
+  uint32_t a0 = odd ? w[0] : w[1], a1 = odd ? w[2] : w[3];
+  a0 = __shfl_xor_sync(~0u, a0, 1);
+  a1 = __shfl_xor_sync(~0u, a1, 1);
+  // Pairs: columns of tile (lane & 1) and of tile 2 + (lane & 1).
+  const uint32_t p0 = odd ? a0 : w[0], p1 = odd ? w[1] : a0;
+  const uint32_t q0 = odd ? a1 : w[2], q1 = odd ? w[3] : a1;
+  uint32_t b0 = upper ? p0 : q0, b1 = upper ? p1 : q1;
+  b0 = __shfl_xor_sync(~0u, b0, 2);
+  b1 = __shfl_xor_sync(~0u, b1, 2);
+  r[0] = upper ? b0 : p0;
+  r[1] = upper ? b1 : p1;
+  r[2] = upper ? q0 : b0;
+  r[3] = upper ? q1 : b1;
+  return {r[0], r[1], r[2], r[3]};
+}
+
+template <class T, class S>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+    multiply_activate(const __grid_constant__ CUtensorMap x_map,
+                      const __grid_constant__ CUtensorMap weight_map, const Args<T> p) {
+  extern __shared__ uint8_t memory[];
+  const uint32_t ring_at = (shared_address(memory) + 1023) / 1024 * 1024;
+  const uint32_t full_at = ring_at + kStages * S::kStageBytes, empty_at = full_at + kStages * 8;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t rank = cluster_rank();
+  const int first_row = blockIdx.y * kRows, first_out = blockIdx.x * S::kOuts;
+  const int steps = p.ins / kDepth;
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(full_at + i * 8, 1);
+      barrier_init(empty_at + i * 8, kCluster * kConsumerWarps);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  cluster_sync();
+
+  if (warp < 4) {
+    if (threadIdx.x == 0) {
+      for (int step = 0; step < steps; ++step) {
+        const int slot = step % kStages;
+        const uint32_t full = full_at + slot * 8, at = ring_at + slot * S::kStageBytes;
+        if (step >= kStages) {
+          barrier_wait_cluster(empty_at + slot * 8, (step / kStages - 1) & 1);
+        }
+        barrier_expect(full, S::kStageBytes);
+        copy_box_to((1 << kCluster) - 1, at + rank * (S::kXBytes / kCluster), x_map, step * kDepth,
+                    first_row + static_cast<int>(rank) * (kRows / kCluster), full);
+        const uint32_t weights_at = at + S::kXBytes;
+        copy_box(weights_at, weight_map, step * kDepth, first_out, full);
+        if (S::kGated) {
+          copy_box(weights_at + S::kOuts * kRowBytes, weight_map, step * kDepth,
+                   p.outs + first_out, full);
+        }
+      }
+    }
+  } else {
+    const int group = warp / 4 - 1;
+    float sums[S::kColumns / 8][4];
+    for (int step = 0; step < steps; ++step) {
+      const int slot = step % kStages;
+      const uint32_t at = ring_at + slot * S::kStageBytes;
+      barrier_wait_cluster(full_at + slot * 8, step / kStages & 1);
+      const uint64_t x = swizzled_matrix(at + group * 64 * kRowBytes);
+      const uint64_t weight = swizzled_matrix(at + S::kXBytes);
+      wgmma_begin();
+#pragma unroll
+      for (int part = 0; part < kDepth / 16; ++part) {
+        multiply_tile(sums, x + part * 2, weight + part * 2, step + part > 0, T());
+      }
+      wgmma_commit();
+      // The step before is done: both blocks may copy into its place.
+      wgmma_wait<1>();
+      if (step > 0 && lane < kCluster) {
+        barrier_arrive_at(empty_at + (step - 1) % kStages * 8, lane);
+      }
+    }
+    wgmma_wait<0>();
+
+    const int row = first_row + group * 64 + warp % 4 * 16 + lane / 4;
+    constexpr int kTiles = S::kOuts / 8;
+#pragma unroll
+    for (int i = 0; i < kTiles; i += 4) {
+      uint32_t words[2][4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float(&c)[4] = sums[i + j];
+        if (S::kGated) {
+          const float(&g)[4] = sums[(i + j + kTiles) % (S::kColumns / 8)];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) c[k] = silu(c[k]) * g[k];
+        } else {
+          const int column = first_out + (i + j) * 8 + lane % 4 * 2;
+          float2 bias = {0.0f, 0.0f};
+          if (p.bias && column < p.outs) {
+            bias = widen(*reinterpret_cast<const typename Pair<T>::type*>(p.bias + column));
+          }
+          c[0] = quick_gelu(c[0] + bias.x);
+          c[1] = quick_gelu(c[1] + bias.y);
+          c[2] = quick_gelu(c[2] + bias.x);
+          c[3] = quick_gelu(c[3] + bias.y);
+        }
+        words[0][j] = narrow<T>(c[0], c[1]);
+        words[1][j] = narrow<T>(c[2], c[3]);
+      }
+      const int column = first_out + (i + lane % 4) * 8;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 eight = gather_tile(words[half], lane);
+        if (row + half * 8 < p.rows && column < p.outs) {
+          *reinterpret_cast<uint4*>(p.out + static_cast<int64_t>(row + half * 8) * p.outs + column) =
+              eight;
+        }
+      }
+    }
+  }
+  // A block's shared memory has to outlive what the other one still sends there.
+  cluster_sync();
+}
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
+
+// The driver's function; the library is not linked to it.
+Encode find_encode() {
+  static const Encode found = [] {
+    void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    return driver ? reinterpret_cast<Encode>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
+  }();
+  return found;
+}
+
+bool describe(CUtensorMap* map, int dtype, const void* data, int rows, int ins, int box_rows) {
+  const Encode encode = find_encode();
+  if (!encode) return false;
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(ins), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(ins) * 2};
+  const cuuint32_t box[2] = {kDepth, static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
+  return encode(map,
+                dtype == QWEN_VL_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                2, const_cast<void*>(data), sizes, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <class T, class S>
+int launch(const qwen_vl_product& s, const void* x, const void* weight, const void* bias, void* out,
+           cudaStream_t stream) {
+  CUtensorMap x_map, weight_map;
+  if (!describe(&x_map, s.dtype, x, s.rows, s.ins, kRows / kCluster) ||
+      !describe(&weight_map, s.dtype, weight, S::kGated ? 2 * s.outs : s.outs, s.ins, S::kOuts)) {
+    return cudaErrorInvalidValue;
+  }
+  const auto kernel = multiply_activate<T, S>;
+  const cudaError_t error = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
+  if (error) return error;
+  const int columns = (s.outs + S::kOuts - 1) / S::kOuts;
+  const dim3 grid((columns + kCluster - 1) / kCluster * kCluster, (s.rows + kRows - 1) / kRows);
+  kernel<<<grid, kThreads, S::kSharedBytes, stream>>>(
+      x_map, weight_map, {static_cast<const T*>(bias), static_cast<T*>(out), s.rows, s.outs, s.ins});
+  return cudaSuccess;
+}
+
+}  // namespace
+
+int launch_activated(const qwen_vl_product& s, bool gated, const void* x, const void* weight,
+                     const void* bias, void* out, cudaStream_t stream) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    return gated ? launch<T, Tile<true>>(s, x, weight, bias, out, stream)
+                 : launch<T, Tile<false>>(s, x, weight, bias, out, stream);
+  };
+  return s.dtype == QWEN_VL_BF16 ? run(__nv_bfloat16()) : run(__half());
+}
+
+}  // namespace qwen_vl
