@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> list[Record]:
 
     from benchmarks.stages._selection_methods import Bench, show
     from qwen_vl_ros.engine.device import pick_device
-    from qwen_vl_ros.saliency.head import FILE, SaliencyHead
+    from qwen_vl_ros.saliency.head import SaliencyHead
+    from qwen_vl_ros.saliency.selectors import FILE
     from tools.distil_head.batched import TinyBatch
     from tools.distil_head.coarse import adapted
 

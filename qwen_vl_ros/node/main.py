@@ -58,7 +58,9 @@ def load_engine(settings: Settings) -> Any:
         dtype=settings.model_dtype, quantization=settings.model_quantization,
         max_context=settings.model_max_context, min_pixels=settings.vision_min_pixels,
         max_pixels=settings.vision_max_pixels, allow_download=settings.model_allow_download,
-        selector=make_selector(settings.pruning_selector),
+        selector=make_selector(
+            settings.pruning_selector, model=model, head=settings.pruning_head_file,
+            always=parse_region(settings.pruning_keep_region)),
         preprocess=settings.preprocess_device,
         max_sequences=settings.scheduler_max_sequences,
         cache_bytes=settings.scheduler_cache_mb * 10**6)

@@ -256,6 +256,8 @@ class QwenVlNode(LifecycleNode):
         """Tell the asker, then everybody, mostly on the engine's thread."""
         if isinstance(event, Outcome):
             self._statistics.count(job, event)
+            if self._perception is not None:
+                self._perception.count(job, event)
         for tell in (lambda: watch(job, event), lambda: self.publications.event(
                 job, event, pictures=self.settings.overlay_enable)):
             try:

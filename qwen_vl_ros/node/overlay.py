@@ -10,7 +10,7 @@ import numpy as np
 from sensor_msgs.msg import CompressedImage, Image
 from std_msgs.msg import Header
 
-from qwen_vl_ros.engine.types import Answer
+from qwen_vl_ros.saliency.picture import dim_dropped
 
 FONT = cv2.FONT_HERSHEY_SIMPLEX
 WHITE, YELLOW = (255, 255, 255), (0, 220, 255)
@@ -28,8 +28,7 @@ def draw(rgb: np.ndarray, question: str, answer: str, costs: str,
     bgr = np.ascontiguousarray(rgb[:, :, ::-1])
     height, width = bgr.shape[:2]
     if kept is not None:
-        dropped = ~_grown(kept, width, height)
-        bgr[dropped] >>= 2
+        dim_dropped(bgr, kept)
     scale = max(0.4, height / 900)
     letter = cv2.getTextSize('n', FONT, scale, 1)[0][0]
     columns = max(10, width // max(1, letter) - 2)
@@ -45,16 +44,6 @@ def draw(rgb: np.ndarray, question: str, answer: str, costs: str,
         cv2.putText(bgr, line, (pitch // 2, top + pitch * (number + 1)), FONT, scale, colour,
                     1 + round(scale), cv2.LINE_AA)
     return bgr
-
-
-def saliency_picture(kept: np.ndarray, width: int, height: int) -> np.ndarray:
-    """Return uint8 [height, width]: 255 where the units [rows, columns] were kept, else 64."""
-    return np.where(_grown(kept, width, height), 255, 64).astype(np.uint8)
-
-
-def _grown(units: np.ndarray, width: int, height: int) -> np.ndarray:
-    small = np.ascontiguousarray(units, dtype=np.uint8)
-    return cv2.resize(small, (width, height), interpolation=cv2.INTER_NEAREST).astype(bool)
 
 
 def image_message(pixels: np.ndarray, header: Header) -> Image:
@@ -79,9 +68,3 @@ def jpeg_message(bgr: np.ndarray, header: Header) -> CompressedImage:
     data = array('B')
     data.frombytes(encoded.tobytes())
     return CompressedImage(header=header, format='bgr8; jpeg compressed bgr8', data=data)
-
-
-def kept_units(answer: Answer) -> np.ndarray | None:
-    """Return bool [rows, columns] of the first picture's kept units; ``None`` if all are."""
-    kept = answer.kept_units[0] if answer.kept_units else None
-    return None if kept is None or kept.all() else kept

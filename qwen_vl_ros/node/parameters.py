@@ -7,46 +7,32 @@ what ``docs/interfaces.md`` is held against.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rcl_interfaces.msg import (
-    FloatingPointRange,
-    IntegerRange,
-    ParameterDescriptor,
-    ParameterType,
-    SetParametersResult,
-)
+from rcl_interfaces.msg import SetParametersResult
 from rclpy.parameter import Parameter
 
-#: When a changed value counts: from the next question on, at the next activation (so the node must
-#: not be active), or at the next configuration (so it must be unconfigured).
-LIVE, ACTIVATE, CONFIGURE = 'live', 'activate', 'configure'
+from qwen_vl_ros.node.parameter import (
+    ACTIVATE,
+    CONFIGURE,
+    LIVE,
+    checked,
+    descriptor,
+    parameter,
+)
+from qwen_vl_ros.saliency.answering import Fewer
+from qwen_vl_ros.saliency.region import parse_region
+from qwen_vl_ros.saliency.selectors import AFTER, NAMES
 
 #: The longest deadline of a question; action results are kept a little longer than that.
 MAX_DEADLINE_S = 300.0
 
-ROS_TYPES = {
-    bool: ParameterType.PARAMETER_BOOL,
-    int: ParameterType.PARAMETER_INTEGER,
-    float: ParameterType.PARAMETER_DOUBLE,
-    str: ParameterType.PARAMETER_STRING,
-    tuple: ParameterType.PARAMETER_STRING_ARRAY,
-}
-
 #: A topic's name: absolute, private or relative (ros2/design, topic and service names).
 TOPIC = re.compile(r'(~/|/)?[A-Za-z_]\w*(/[A-Za-z_]\w*)*', re.ASCII)
-
-
-def parameter(name: str, default: Any, when: str, text: str, *, low: float | None = None,
-              high: float | None = None, choices: tuple[str, ...] = ()) -> Any:
-    """Describe a parameter; ``when`` a change counts, ``text``: one or two sentences."""
-    return field(default=default, metadata={
-        'name': name, 'when': when, 'text': text, 'low': low, 'high': high, 'choices': choices})
 
 
 @dataclass(frozen=True)
@@ -147,12 +133,35 @@ class Settings:
     pruning_keep_ratio: float = parameter(
         'pruning.keep_ratio', 0.5, LIVE, 'Share of vision tokens kept.', low=0.1, high=1.0)
     pruning_selector: str = parameter(
-        'pruning.selector', 'saliency', CONFIGURE,
-        'What chooses the vision tokens that are kept.',
-        choices=('saliency', 'gradient', 'contrast', 'uniform', 'random'))
+        'pruning.selector', 'auto', CONFIGURE,
+        'What chooses the vision tokens that are kept. auto is head where the checkpoint has one, '
+        'else saliency. The last three choose after the encoder, and questions are then answered '
+        'one after the other.', choices=NAMES)
+    pruning_head_file: str = parameter(
+        'pruning.head_file', '', CONFIGURE,
+        'File of the light head. Empty: saliency_head.safetensors beside the checkpoint.')
+    pruning_keep_region: str = parameter(
+        'pruning.keep_region', '', CONFIGURE,
+        'Part of the picture that is always kept: corridor (the floor ahead), or the corners of a '
+        'polygon as "x,y x,y x,y" in shares of width and height. Empty: none.')
+    pruning_least_margin: float = parameter(
+        'pruning.least_margin', 0.0, ACTIVATE,
+        'Ask again about all tokens where the first token of the answer stands less than this '
+        'many logits above the next best. 0 never does. Questions are then answered one after '
+        'the other.', low=0.0, high=100.0)
+    pruning_roi: float = parameter(
+        'pruning.roi', 0.0, ACTIVATE,
+        'Show this share of a still at full resolution beside a small overview; places in answers '
+        'are mapped back. 0 is off. Approximate: can change answers. Questions are then answered '
+        'one after the other, and told when they are whole.', low=0.0, high=0.9)
     pruning_min_tokens: int = parameter(
         'pruning.min_tokens', 64, LIVE, 'Never keep fewer tokens of a picture than this.',
         low=1, high=16384)
+    target_latency_ms: float = parameter(
+        'target_latency_ms', 0.0, LIVE,
+        'Choose resolution and share of vision tokens, within the limits above, so that the '
+        'median answer takes no longer, milliseconds. 0 is off. Approximate: can change answers.',
+        low=0.0, high=1e6)
     continuous_enable: bool = parameter(
         'continuous.enable', False, LIVE, 'Ask continuous.question again and again.')
     continuous_question: str = parameter(
@@ -223,7 +232,7 @@ class Settings:
             if name not in values:
                 continue
             try:
-                own[spec.name] = _checked(spec, values[name])
+                own[spec.name] = checked(spec, values[name])
             except ValueError as error:
                 reasons.append(str(error))
         if not reasons:
@@ -247,9 +256,15 @@ class Settings:
         try:
             self.camera_topics()
             self.standing_cameras()
+            parse_region(self.pruning_keep_region)
         except ValueError as error:
             reasons.append(str(error))
         return reasons
+
+    def fewer(self) -> Fewer:
+        """Return how tokens are saved beside the engine's selector."""
+        dropper = self.pruning_selector if self.pruning_selector in AFTER else ''
+        return Fewer(dropper, self.pruning_least_margin, self.pruning_roi)
 
     def standing_cameras(self) -> tuple[str, ...]:
         """
@@ -307,54 +322,6 @@ class Settings:
             raise ValueError(f'prompt.template_file {self.prompt_template_file} must hold '
                              f'{{question}} once, it does {text.count("{question}")} times')
         return text
-
-
-def _checked(spec: Field[Any], value: Any) -> Any:
-    """Return the value in the field's own type; a whole number passes for a float."""
-    meta = spec.metadata
-    kind: type = type(spec.default)
-    name = meta['name']
-    if kind is tuple:
-        if not isinstance(value, (list, tuple)) or not all(isinstance(v, str) for v in value):
-            raise ValueError(f'{name} must be a list of texts, got {value!r}')
-        return tuple(value)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) is not kind:
-        raise ValueError(f'{name} must be {_kind_name(kind)}, got {value!r}')
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f'{name} must be finite, got {value}')
-    if meta['low'] is not None and not meta['low'] <= value <= meta['high']:
-        raise ValueError(f"{name} must be from {meta['low']} to {meta['high']}, got {value}")
-    if meta['choices'] and value not in meta['choices']:
-        raise ValueError(f"{name} must be one of {', '.join(meta['choices'])}, got '{value}'")
-    return value
-
-
-def _kind_name(kind: type) -> str:
-    return {bool: 'true or false', int: 'a whole number', float: 'a number', str: 'text'}[kind]
-
-
-def descriptor(spec: Field[Any]) -> ParameterDescriptor:
-    """Return what ROS tools show of a parameter."""
-    meta, kind = spec.metadata, type(spec.default)
-    words = [{LIVE: 'Can be changed at any time.',
-              ACTIVATE: 'Can be changed while the node is not active.',
-              CONFIGURE: 'Can be changed while the node is unconfigured.'}[meta['when']]]
-    if meta['choices']:
-        words.append(f"One of {', '.join(meta['choices'])}.")
-    result = ParameterDescriptor(
-        name=meta['name'], type=ROS_TYPES[kind], description=meta['text'],
-        additional_constraints=' '.join(words),
-        # A whole number in a YAML file is good enough for a float, which static typing refuses.
-        dynamic_typing=kind is float)
-    if meta['low'] is not None and kind is int:
-        result.integer_range = [
-            IntegerRange(from_value=meta['low'], to_value=meta['high'], step=1)]
-    elif meta['low'] is not None:
-        result.floating_point_range = [
-            FloatingPointRange(from_value=meta['low'], to_value=meta['high'], step=0.0)]
-    return result
 
 
 def declarations() -> list[Any]:

@@ -25,6 +25,9 @@ from qwen_vl_ros.pipeline import (
     build_request,
     frame_from_message,
 )
+from qwen_vl_ros.saliency.answering import AS_IT_IS
+from qwen_vl_ros.saliency.answering import answer as ask_with
+from qwen_vl_ros.saliency.controller import LatencyController
 
 #: Pixels that become one vision token: a 2x2 unit of 14x14 patches.
 TOKEN_PIXELS = 784
@@ -74,6 +77,7 @@ class Perception:
         self._info_changed = info_changed
         self._limits = (settings.vision_min_pixels, settings.vision_max_pixels)
         self._forget = False
+        self._latency = LatencyController()
         self._preparing = threading.Lock()
         self.store = FrameStore(tuple(settings.camera_topics()), settings.clip_length)
         self.requests = Requests(self.answer, settings.queue_size, self._check_newest)
@@ -85,7 +89,9 @@ class Perception:
         self.store = FrameStore(tuple(settings.camera_topics()), settings.clip_length)
         self.requests.size = settings.queue_size
         self.requests.standing = len(settings.standing_cameras())
-        if settings.scheduler_overlap and hasattr(self.engine, 'scheduler'):
+        # What asks twice, or looks before it asks, holds the engine for itself.
+        alone = settings.fewer() != AS_IT_IS
+        if settings.scheduler_overlap and not alone and hasattr(self.engine, 'scheduler'):
             self.overlap = Overlap(
                 self.engine.scheduler(settings.scheduler_max_sequences,
                                       micro_batch=settings.scheduler_micro_batch),
@@ -125,8 +131,8 @@ class Perception:
         """
         request = self._prepare(job)
         answer = None
-        for event in self.engine.answer(
-                request, timeline=job.timeline, cancelled=job.should_stop):
+        for event in ask_with(self.engine, request, job.timeline, job.should_stop,
+                              fewer=self.settings.fewer()):
             if isinstance(event, Done):
                 answer = event.answer
             else:
@@ -146,7 +152,9 @@ class Perception:
                 self._forget = False
                 self.engine.reset_sessions()
             settings = self.settings
-            limits = (settings.vision_min_pixels, settings.vision_max_pixels)
+            self._latency.target_ms = settings.target_latency_ms
+            most = round(settings.vision_max_pixels * self._latency.level.pixels)
+            limits = (settings.vision_min_pixels, max(settings.vision_min_pixels, most))
             if limits != self._limits:
                 self.engine.set_pixels(*limits)
                 self._limits = limits
@@ -190,7 +198,7 @@ class Perception:
         question = job.question
         ratio = settings.pruning_keep_ratio if settings.pruning_enable else 1.0
         own = dict(question.options)
-        ratio = own.pop('keep_ratio', ratio)
+        ratio = min(own.pop('keep_ratio', ratio), self._latency.level.keep)
         if ratio < 1 and visuals:
             pixels = min(f.width * f.height for f in job.frames)
             pixels = min(max(pixels, settings.vision_min_pixels), settings.vision_max_pixels)
@@ -206,6 +214,16 @@ class Perception:
             **{**own, 'keep_ratio': ratio, 'request_id': question.question_id})
 
     def _check_newest(self) -> None:
-        """Decode each camera's newest frame while idle, so that a bad camera is named early."""
+        """Do what nobody waits for: decode newest frames, so that a bad camera is named early."""
         for camera in self.store.cameras:
             self.store.newest(camera)
+        # A selector that learns from answers does so while nobody waits.
+        selector = getattr(getattr(self.engine, 'options', None), 'selector', None)
+        reflect = getattr(selector, 'reflect', None)
+        if reflect is not None and not (self.overlap and self.requests.busy):
+            reflect()
+
+    def count(self, job: Job, outcome: Outcome) -> None:
+        """Take note of how long a question took, for the latency target."""
+        if outcome.code == ErrorCode.NONE:
+            self._latency.took(job.timeline.total_ms())

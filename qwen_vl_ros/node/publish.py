@@ -17,6 +17,8 @@ from qwen_vl_ros.node import overlay
 from qwen_vl_ros.node.messages import answer_message, chunk_message, header_of
 from qwen_vl_ros.node.parameters import Settings
 from qwen_vl_ros.node.requests import Job, Outcome, Queued
+from qwen_vl_ros.saliency.answering import kept_of
+from qwen_vl_ros.saliency.picture import kept_picture
 
 
 class Publications:
@@ -115,7 +117,7 @@ class Publications:
             return
         raw = self._overlay.get_subscription_count() > 0
         jpeg = self._overlay_jpeg.get_subscription_count() > 0
-        kept = overlay.kept_units(outcome.answer)
+        kept = kept_of(outcome.answer)
         saliency = kept is not None and self._saliency.get_subscription_count() > 0
         if not (raw or jpeg or saliency):
             return
@@ -123,7 +125,7 @@ class Publications:
         if saliency:
             assert kept is not None
             self._saliency.publish(overlay.image_message(
-                overlay.saliency_picture(kept, frame.width, frame.height), header))
+                kept_picture(kept, frame.width, frame.height), header))
         if not (raw or jpeg):
             return
         line = outcome.answer.timeline

@@ -43,7 +43,7 @@ class LatencyController:
     :param margin: share of the target that a richer rung must be expected to leave free.
     """
 
-    def __init__(self, target_ms: float = 0.0, answers: int = 4, margin: float = 0.15) -> None:
+    def __init__(self, target_ms: float = 0.0, answers: int = 5, margin: float = 0.15) -> None:
         self.target_ms = target_ms
         self._answers = answers
         self._margin = margin

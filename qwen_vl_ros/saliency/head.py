@@ -17,8 +17,6 @@ from torch.nn import functional as F
 
 #: Samples along a side of a unit (28 pixels of the resized picture).
 SAMPLES = 7
-#: Name of the file beside a checkpoint's weights.
-FILE = 'saliency_head.safetensors'
 _FORM = 'qwen_vl_ros saliency head 2'
 
 

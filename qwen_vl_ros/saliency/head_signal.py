@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor
 
 from qwen_vl_ros.frame import Frame
-from qwen_vl_ros.saliency.head import FILE, SAMPLES, SaliencyHead, channels
+from qwen_vl_ros.saliency.head import SAMPLES, SaliencyHead, channels
 from qwen_vl_ros.saliency.samples import planes, unit_samples
+from qwen_vl_ros.saliency.selectors import FILE
 
 if TYPE_CHECKING:
     from qwen_vl_ros.engine.engine import Engine
@@ -72,6 +74,8 @@ class HeadSignal:
         self._engine: Engine | None = None
         self._words: OrderedDict[str, Tensor] = OrderedDict()
         self._graphs: dict[tuple[int, ...], _Graph] = {}
+        # Questions may be planned on several threads; a recorded net has one set of buffers.
+        self._lock = threading.Lock()
 
     @classmethod
     def load(cls, model: str | Path, file: str | Path = '') -> HeadSignal:
@@ -120,13 +124,14 @@ class HeadSignal:
             other = newest[order]
         given = channels(newest, other)
         device = self._engine.model.device
-        words = self._summary(question).expand(len(frames), -1)
-        if device.type != 'cuda':
-            return self.head(given.to(self._dtype), words).float().numpy()
-        key = tuple(given.shape)
-        if key not in self._graphs:
-            self._graphs[key] = _Graph(self.head, given, words)
-        return self._graphs[key].run(given, words)
+        with self._lock:
+            words = self._summary(question).expand(len(frames), -1)
+            if device.type != 'cuda':
+                return self.head(given.to(self._dtype), words).float().numpy()
+            key = tuple(given.shape)
+            if key not in self._graphs:
+                self._graphs[key] = _Graph(self.head, given, words)
+            return self._graphs[key].run(given, words)
 
     def _summary(self, question: str) -> Tensor:
         """Return the question as the net takes it, [1, 2 * width]."""

@@ -46,12 +46,15 @@ class MotionSignal:
                 maps.append(np.full((rows, columns), 255.0, np.float32))
             else:
                 apart = np.abs(small - reference).max(-1)
+                unknown = np.isnan(apart)
+                apart[unknown] = 0.0
                 # A thing smaller than a unit changes few samples: the strongest ninth counts too.
                 value = np.maximum(per_unit(apart, rows, columns),
                                    0.5 * _strongest(apart, rows, columns))
                 value = np.where(value < self.threshold, 0.0, value)
                 # What the camera has just turned to was never seen.
-                maps.append(np.nan_to_num(value, nan=255.0).astype(np.float32))
+                unseen = per_unit(unknown, rows, columns) > 0.5
+                maps.append(np.where(unseen, 255.0, value).astype(np.float32))
             reference = small
         return np.stack(maps)
 

@@ -9,6 +9,7 @@ signal that knows the new frame itself.
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import numpy as np
 
 from qwen_vl_ros.engine.patches import Grid
 from qwen_vl_ros.frame import Frame
-from qwen_vl_ros.saliency.motion import MotionSignal, shift_of
+from qwen_vl_ros.saliency.motion import MotionSignal, move_map, shift_of
 from qwen_vl_ros.saliency.select import (
     UnitSelector,
     neighbours,
@@ -36,8 +37,12 @@ if TYPE_CHECKING:
 
 #: Levels of temporal difference that count as much as the strongest unit of the last map.
 MOVED = 24.0
+#: Difference of what was never seen.
+UNSEEN = 255.0
+#: Weight of the last answer's map against the ranks of the new frame's own.
+KNOWN = 0.5
 #: A shift under this many units is noise of the estimate.
-STILL = 0.05
+STILL = 0.06
 #: Cameras remembered; the one looked at longest ago goes first.
 CAMERAS = 16
 
@@ -59,10 +64,9 @@ def moved_since(signal: MotionSignal, before: Frame, now: Frame, rows: int, colu
     :param signal: holds what was last kept; it is moved by the shift.
     :return: (shift, float32 [rows, columns] levels).
     """
-    shift = shift_of(before, now, rows, columns)
-    if max(map(abs, shift)) < STILL:
-        shift = 0.0, 0.0
-    else:
+    down, right = shift_of(before, now, rows, columns)
+    shift = down * (abs(down) >= STILL), right * (abs(right) >= STILL)
+    if any(shift):
         signal.move(shift)
     return shift, signal.difference([now], rows, columns)[0]
 
@@ -72,7 +76,9 @@ def join(cam: np.ndarray, shift: tuple[float, float], moved: np.ndarray, base: n
     """
     Join the last answer's map, temporal difference and a map of the new frame.
 
-    A unit counts by the stronger of the first two; the third ranks what neither speaks of.
+    The third ranks what neither of the others speaks of. A change counts by how far it stands out
+    of the picture's usual one: where the camera turns, everything changes a little. What has just
+    come into view was never seen, and is raised a little without being known to matter.
 
     :param cam: [rows, columns], from 0, of the earlier frame; all 0 where nothing is known.
     :param shift: in units, down and right.
@@ -85,8 +91,11 @@ def join(cam: np.ndarray, shift: tuple[float, float], moved: np.ndarray, base: n
     matrix = np.array([[1, 0, shift[1]], [0, 1, shift[0]]], np.float32)
     known = cv2.warpAffine(known.astype(np.float32), matrix, known.shape[::-1],
                            flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_CONSTANT, borderValue=0.0)
-    new = np.minimum(widen(moved) / MOVED, 1.0)
-    return (np.maximum(known, new) + 0.6 * base).astype(np.float32)
+    unseen = moved >= UNSEEN
+    usual = float(np.median(moved[~unseen])) if not unseen.all() else 0.0
+    stands_out = np.where(unseen, 0.0, np.maximum(moved - 2 * usual, 0.0))
+    new = np.minimum(widen(stands_out) / MOVED, 1.0)
+    return (base + KNOWN * known + new + 0.2 * unseen).astype(np.float32)
 
 
 @dataclass
@@ -98,6 +107,7 @@ class _Camera:
     grid: Grid
     question: str
     cam: np.ndarray
+    focus: np.ndarray | None = None
 
 
 @dataclass
@@ -107,7 +117,7 @@ class _Said:
     prompt: Prompt
     features: list[Placed]
     ids: tuple[int, ...]
-    shown: list[tuple[str, Grid, np.ndarray | None]]
+    visuals: tuple[VisualToken, ...]
     question: str
 
 
@@ -121,17 +131,21 @@ class NextFrameSelector:
 
     :param base: whose map of the frame itself ranks what the last answer does not speak of.
     :param layers: decoder layers that the gradient passes; ``None`` is all.
+    :param focus: weight of the attention entropy of the last frame, 0 to 1, against the base; it
+        costs a pass of the encoder while nothing else is to do.
     :param min_units: fewest units kept a slice.
     :param always: bool [rows, columns] kept in every slice, by grid.
     """
 
     base: UnitSelector
     layers: int | None = None
+    focus: float = 0.0
     min_units: int = 8
     always: Callable[[int, int], np.ndarray] | None = None
     _cameras: OrderedDict[str, _Camera] = field(default_factory=OrderedDict, repr=False)
     _said: _Said | None = field(default=None, repr=False)
     _engine: Engine | None = field(default=None, repr=False)
+    _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def bind(self, engine: Engine) -> None:
         """Take the engine whose answers are reflected on; called by the engine itself."""
@@ -153,18 +167,21 @@ class NextFrameSelector:
         shift, _ = moved = moved_since(state.signal, state.frame, frames[-1], rows, columns)
         differences = [state.signal.difference([f], rows, columns)[0] for f in frames[:-1]]
         cam = state.cam if state.question == question else np.zeros_like(state.cam)
+        if state.focus is not None:
+            base = (1 - self.focus) * base + self.focus * normalised(move_map(state.focus, shift))
         return join(cam, shift, np.stack([*differences, moved[1]]), base)
 
     def __call__(self, frames: Sequence[Frame], grid: Grid, ratio: float, question: str = ''
                  ) -> np.ndarray:
         """Choose units; see :class:`saliency.select.UnitSelector`."""
-        self.reflect()
         t, rows, columns = grid[0], grid[1] // 2, grid[2] // 2
         newest = slice_frames(frames, t)
-        values = self.saliency(newest, rows, columns, question)
-        keep = top_units(values, ratio, least=self.min_units * t,
-                         always=None if self.always is None else self.always(rows, columns))
-        self._remember(newest[-1], grid, question, keep.reshape(t, -1)[-1])
+        with self._lock:
+            self.reflect()
+            values = self.saliency(newest, rows, columns, question)
+            keep = top_units(values, ratio, least=self.min_units * t,
+                             always=None if self.always is None else self.always(rows, columns))
+            self._remember(newest[-1], grid, question, keep.reshape(t, -1)[-1])
         return keep
 
     def _remember(self, frame: Frame, grid: Grid, question: str, keep: np.ndarray) -> None:
@@ -193,10 +210,11 @@ class NextFrameSelector:
                     if (merged := self._engine.features.get(v.key)) is not None]
         if len(features) != len(visuals):
             return
-        shown = [(v.frames[-1].camera, v.grid, v.units) for v in visuals]
-        self._said = _Said(prompt, features, tuple(ids), shown, request.question)
+        self._said = _Said(prompt, features, tuple(ids), tuple(visuals), request.question)
         for visual in visuals:
-            if visual.frames[-1].camera not in self._cameras:
+            state = self._cameras.get(visual.frames[-1].camera)
+            # A frame that was shown whole did not pass through a choice.
+            if state is None or state.frame is not visual.frames[-1]:
                 kept = visual.unit_map.reshape(-1)
                 self._remember(visual.frames[-1], visual.grid, request.question, kept)
 
@@ -208,11 +226,27 @@ class NextFrameSelector:
         from qwen_vl_ros.saliency.grad_cam import token_maps
         depth = self.layers or self._engine.model.config.language.layers
         maps = token_maps(self._engine, said.prompt, said.features, depth, said.ids)
-        for values, (camera, grid, units) in zip(maps, said.shown):
-            t, rows, columns = grid[0], grid[1] // 2, grid[2] // 2
-            whole = np.zeros(t * rows * columns, np.float32)
-            whole[np.arange(whole.size) if units is None else units] = values
-            state = self._cameras.get(camera)
+        for values, visual in zip(maps, said.visuals):
+            t, rows, columns = visual.grid[0], visual.grid[1] // 2, visual.grid[2] // 2
+            whole = np.zeros(visual.total, np.float32)
+            whole[np.arange(whole.size) if visual.units is None else visual.units] = values
+            state = self._cameras.get(visual.frames[-1].camera)
             if state is not None and state.cam.shape == (rows, columns):
                 state.cam = whole.reshape(t, rows, columns).max(0)
                 state.question = said.question
+                state.focus = self._focus_of(visual) if self.focus > 0 else None
+
+    def _focus_of(self, visual: VisualToken) -> np.ndarray:
+        """Run the encoder once more with a probe, which the answer itself had no time for."""
+        import torch
+
+        from qwen_vl_ros.engine.patches import extract_patches
+        from qwen_vl_ros.saliency.attention_entropy import EntropyProbe
+        assert self._engine is not None
+        vision = self._engine.model.vision
+        patches = torch.from_numpy(extract_patches(visual.frames, visual.grid))
+        units = None if visual.units is None else torch.from_numpy(visual.units)
+        probe = EntropyProbe(vision.config.depth)
+        with torch.inference_mode():
+            vision.encode(patches.to(vision.device), visual.grid, units, probe)
+        return probe.map(visual.grid, visual.units)[-1]

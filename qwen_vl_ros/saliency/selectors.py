@@ -11,7 +11,6 @@ import numpy as np
 from qwen_vl_ros.engine.patches import Grid, uniform_keep
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.saliency.gradient import gradient_magnitude
-from qwen_vl_ros.saliency.head import FILE
 from qwen_vl_ros.saliency.region import Region
 from qwen_vl_ros.saliency.select import (
     SIGNALS,
@@ -23,6 +22,8 @@ from qwen_vl_ros.saliency.select import (
 
 Choose = Callable[[Sequence[Frame], Grid, float, str], np.ndarray]
 
+#: Name of the light head's file beside a checkpoint's weights.
+FILE = 'saliency_head.safetensors'
 #: Decide before the encoder.
 BEFORE = ('auto', 'head', 'next_frame', 'saliency', *SIGNALS, 'uniform', 'random', 'threshold')
 #: Decide after it (see after_merger.py); the engine's own selector is then not asked.

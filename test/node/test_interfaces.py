@@ -13,7 +13,8 @@ from rclpy.action import get_action_server_names_and_types_by_node
 from rclpy.node import NodeNameNonExistentError
 
 from qwen_vl_ros.engine.errors import ErrorCode
-from qwen_vl_ros.node.parameters import ROS_TYPES, Settings
+from qwen_vl_ros.node.parameter import ROS_TYPES
+from qwen_vl_ros.node.parameters import Settings
 
 pytestmark = pytest.mark.ros
 PAGE = (Path(__file__).parents[2] / 'docs' / 'interfaces.md').read_text()

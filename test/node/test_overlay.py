@@ -7,6 +7,7 @@ from rclpy.serialization import serialize_message
 from std_msgs.msg import Header
 
 from qwen_vl_ros.node import overlay
+from qwen_vl_ros.saliency.picture import kept_picture
 
 
 def test_banner_and_dropped_units_are_drawn():
@@ -18,7 +19,7 @@ def test_banner_and_dropped_units_are_drawn():
     assert (picture[2, 2] == 50).all() and (picture[2, 100] == 200).all()
     banner = picture[80:]
     assert (banner == 255).all(axis=2).any() and (banner <= 100).all(axis=2).any()
-    saliency = overlay.saliency_picture(kept, 160, 120)
+    saliency = kept_picture(kept, 160, 120)
     assert saliency[2, 2] == 64 and saliency[119, 159] == 255
 
 

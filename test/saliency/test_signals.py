@@ -14,12 +14,12 @@ from qwen_vl_ros.saliency.samples import per_unit, unit_samples
 from qwen_vl_ros.saliency.select import (
     UnitSelector,
     budget,
-    make_selector,
     normalised,
     random_keep,
     threshold_keep,
     top_units,
 )
+from qwen_vl_ros.saliency.selectors import make_selector
 
 GRID = (1, 24, 32)
 
@@ -143,7 +143,7 @@ def test_selector_counts_and_repeats():
 
 
 def test_bad_names_and_weights_are_named():
-    with pytest.raises(ValueError, match="selector 'magic' is not one of uniform"):
+    with pytest.raises(ValueError, match="selector 'magic' is not one of auto"):
         make_selector('magic')
     with pytest.raises(ValueError, match="signal 'magic' is not one of gradient"):
         UnitSelector({'magic': 1.0})

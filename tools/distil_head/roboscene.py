@@ -32,7 +32,8 @@ from qwen_vl_ros.measure.record import commit, machine
 from qwen_vl_ros.roboscene import questions as q
 from qwen_vl_ros.roboscene.geometry import GRID_H, GRID_W, UNIT, UNITS
 from qwen_vl_ros.roboscene.items import items
-from qwen_vl_ros.saliency.head import FILE, SAMPLES, SaliencyHead, channels
+from qwen_vl_ros.saliency.head import SAMPLES, SaliencyHead, channels
+from qwen_vl_ros.saliency.selectors import FILE
 from tools.distil_head.batched import Picture, TinyBatch, grad_cam, right
 from tools.train_tiny.data import Batch, Mix, batches, encode, item_batch
 from tools.train_tiny.step import render_batch

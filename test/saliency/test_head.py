@@ -1,0 +1,187 @@
+"""The light head: its file, its inputs, and that it sees what the question names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from qwen_vl_ros.engine.engine import Engine
+from qwen_vl_ros.engine.types import Done, Request, Visual
+from qwen_vl_ros.frame import Frame
+from qwen_vl_ros.roboscene.evaluate import frames_of
+from qwen_vl_ros.roboscene.items import items
+from qwen_vl_ros.saliency.head import SaliencyHead, channels, from_int8, to_int8
+from qwen_vl_ros.saliency.head_signal import HeadSignal, rgb_samples
+from qwen_vl_ros.saliency.selectors import FILE, make_selector
+
+TINY = Path(__file__).parents[2] / 'models' / 'tiny'
+GRID = (1, 24, 32)
+
+
+@pytest.fixture(scope='module')
+def engine():
+    loaded = Engine.load(str(TINY), device='cpu', selector=make_selector('head', model=TINY))
+    yield loaded
+    loaded.close()
+
+
+def _fresh(text_width: int = 32) -> SaliencyHead:
+    torch.manual_seed(0)
+    return SaliencyHead(text_width, width=16, stem=8).eval().requires_grad_(False)
+
+
+def test_a_head_is_read_as_it_was_written(tmp_path):
+    head = _fresh()
+    path = tmp_path / FILE
+    head.save(path, {'checkpoint': 'x'})
+    read = SaliencyHead.load(path)
+    assert read.shape == head.shape and path.stat().st_size < 1.3 * sum(
+        p.numel() for p in head.parameters()) + 4096
+    for (name, a), b in zip(head.state_dict().items(), read.state_dict().values()):
+        bound = a.abs().flatten(1).amax(1) / 254 + 1e-7 if a.dim() > 1 else torch.zeros(len(a))
+        assert ((a - b).abs().reshape(len(a), -1) <= bound[:, None]).all(), name
+    rounded, scale = to_int8(torch.tensor([[1.0, -2.0], [0.0, 0.0]]))
+    assert rounded.tolist() == [[64, -127], [0, 0]]
+    assert from_int8(rounded, scale)[0].tolist() == pytest.approx([1.0079, -2.0], abs=1e-4)
+
+
+def test_a_file_that_is_no_head_is_named(tmp_path):
+    with pytest.raises(ValueError, match='is no saliency head'):
+        SaliencyHead.load(TINY / 'model.safetensors')
+    (tmp_path / FILE).write_bytes(b'nothing')
+    with pytest.raises(ValueError, match='cannot be read as a saliency head'):
+        SaliencyHead.load(tmp_path / FILE)
+    with pytest.raises(ValueError, match='has no saliency head'):
+        make_selector('head', model=tmp_path / 'other')
+    assert make_selector('auto', model=tmp_path / 'other').weights == {
+        'contrast': 1.0, 'gradient': 0.5}
+
+
+def test_a_head_of_another_width_is_refused(tmp_path):
+    _fresh(32).save(tmp_path / FILE, {})
+    with pytest.raises(ValueError, match='reads embeddings of width 32, the checkpoint has 256'):
+        Engine.load(str(TINY), device='cpu', selector=make_selector('head', head=tmp_path / FILE))
+
+
+def test_padding_of_a_question_changes_nothing():
+    head = _fresh()
+    words = torch.randn(1, 5, 32)
+    padded = torch.cat((words, torch.randn(1, 4, 32)), 1)
+    mask = torch.arange(9)[None] < 5
+    assert torch.allclose(head.words(words, mask[:, :5]), head.words(padded, mask), atol=1e-6)
+
+
+@pytest.mark.parametrize('encoding', ['bgr8', 'mono8', 'nv12', 'nv21', 'yuyv', 'uyvy'])
+def test_samples_are_rgb_whatever_the_camera_sends(encoding):
+    rgb = np.zeros((336, 448, 3), np.uint8)
+    rgb[:, :224] = (200, 60, 40)
+    rgb[:, 224:] = (40, 80, 210)
+    expected = rgb_samples(Frame.from_rgb(rgb), 12, 16)
+    y = (0.257 * rgb[..., 0] + 0.504 * rgb[..., 1] + 0.098 * rgb[..., 2] + 16)
+    u = (-0.148 * rgb[..., 0] - 0.291 * rgb[..., 1] + 0.439 * rgb[..., 2] + 128)
+    v = (0.439 * rgb[..., 0] - 0.368 * rgb[..., 1] - 0.071 * rgb[..., 2] + 128)
+    y, u, v = (np.round(p).astype(np.uint8) for p in (y, u, v))
+    if encoding == 'bgr8':
+        data, step = rgb[..., ::-1], 448 * 3
+    elif encoding == 'mono8':
+        data, step = y, 448
+        expected = np.repeat(rgb_samples(Frame.from_rgb(np.dstack([y] * 3)), 12, 16)[..., :1],
+                             3, axis=2)
+    elif encoding in ('nv12', 'nv21'):
+        pair = (u, v) if encoding == 'nv12' else (v, u)
+        chroma = np.stack([p[::2, ::2] for p in pair], -1)
+        data, step = np.concatenate([y.reshape(-1), chroma.reshape(-1)]), 448
+    else:
+        quad = np.stack((y[:, ::2], u[:, ::2], y[:, 1::2], v[:, ::2]), -1)
+        data = quad if encoding == 'yuyv' else quad[..., [1, 0, 3, 2]]
+        step = 896
+    flat = np.ascontiguousarray(data).reshape(-1)
+    got = rgb_samples(Frame(flat, encoding, 448, 336, step), 12, 16)
+    assert got.shape == expected.shape and np.abs(got - expected).max() < 4
+
+
+def test_the_signal_is_the_net_on_the_frames_samples(engine):
+    signal = engine.options.selector.signals['head']
+    item = next(items('change', 'test', 1))
+    first, _, second, _ = frames_of(item)
+    got = signal([first, second], 12, 16, item.question.text)
+    both = torch.stack([torch.from_numpy(rgb_samples(f, 12, 16)).permute(2, 0, 1)
+                        for f in (first, second)])
+    ids = torch.tensor([engine.tokenizer(item.question.text)['input_ids']])
+    embedded = engine.model.language.embed(ids).float()
+    with torch.inference_mode():
+        words = signal.head.words(embedded, torch.ones_like(ids, dtype=torch.bool))
+        expected = signal.head(channels(both, both.flip(0)), words.expand(2, -1)).numpy()
+    assert got.shape == (2, 12, 16) and np.allclose(got, expected, atol=1e-4)
+    with pytest.raises(RuntimeError, match='not bound'):
+        HeadSignal(_fresh())([first], 12, 16, 'what?')
+
+
+def test_the_question_decides_what_is_kept(engine):
+    """The same picture, asked about one thing and about another."""
+    selector, share = engine.options.selector, []
+    for item in items('attribute', 'test', 30):
+        thing = next(t for t in item.scenes[0].things if t.name.split()[0] in item.question.text
+                     or t.shape in item.question.text)
+        frame = frames_of(item)
+        mask = selector(frame, GRID, 0.11, item.question.text)
+        other = next((t for t in item.scenes[0].things if t.colour != thing.colour
+                      and t.shape != thing.shape and t.area > 3000), None)
+        if other is None:
+            continue
+        asked = selector(frame, GRID, 0.11, f'Where is the {other.name}?')
+        from qwen_vl_ros.roboscene.geometry import units_of_box
+        own, its = sorted(units_of_box(thing.box)), sorted(units_of_box(other.box))
+        share.append((mask[own].mean(), asked[own].mean(), asked[its].mean(), mask[its].mean()))
+    here, elsewhere, there, before = np.mean(share, 0)
+    assert len(share) >= 5 and here > elsewhere + 0.2 and there > before + 0.2
+
+
+def test_a_third_of_the_units_answers_as_well(engine):
+    right = {1.0: 0, 0.33: 0}
+    for family in ('attribute', 'pointing', 'number', 'far'):
+        for item in items(family, 'test', 6, 9):
+            for ratio in right:
+                request = Request(item.question.text, (Visual(frames_of(item)),),
+                                  keep_ratio=ratio, max_new_tokens=8)
+                got = next(e.answer for e in engine.answer(request) if isinstance(e, Done))
+                right[ratio] += got.text == item.question.answer
+    assert right[0.33] >= right[1.0] - 2 and right[1.0] >= 20
+
+
+def test_flops_are_those_of_the_layers():
+    head = _fresh()
+    counted = 0
+
+    def count(module, given, out):
+        nonlocal counted
+        counted += 2 * out[0, 0].numel() * module.weight.numel()
+
+    for module in head.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.register_forward_hook(count)
+    head(torch.zeros(1, 6, 21, 28), torch.zeros(1, 32))
+    text = 2 * (5 * (head.word.weight.numel() + head.phrase.weight.numel())
+                + head.film.weight.numel())
+    assert head.flops(3, 4, 5) == counted + text
+
+
+@pytest.mark.gpu
+def test_the_recorded_net_gives_what_the_plain_one_gives():
+    signal = HeadSignal.load(TINY)
+    engine = Engine.load(str(TINY), device='cuda', selector=make_selector('uniform'))
+    signal.bind(engine)
+    plain = SaliencyHead.load(TINY / FILE).double()
+    for item in items('relation', 'test', 4):
+        frame, = frames_of(item)
+        got = signal([frame], 12, 16, item.question.text)
+        samples = torch.from_numpy(rgb_samples(frame, 12, 16)).permute(2, 0, 1)[None].double()
+        ids = torch.tensor([engine.tokenizer(item.question.text)['input_ids']])
+        embedded = engine.model.language.embed(ids.cuda()).double().cpu()
+        words = plain.words(embedded, torch.ones_like(ids, dtype=torch.bool))
+        expected = plain(channels(samples), words).numpy()
+        assert np.abs(got - expected).max() < 0.02 * np.abs(expected).max()
+    engine.close()
