@@ -1,8 +1,8 @@
 """
 What measuring costs: timelines, and all exports on with a collector that does not answer.
 
-Answers of the tiny model with and without, in turns: of an engine, and of two running nodes where
-ROS 2 is. Timelines cannot be switched off; their cost is that of a recorded stage, times the
+Answers of the tiny model with and without, in turns: of an engine, and of a running node where ROS
+2 is. Timelines cannot be switched off; their cost is that of a recorded stage, times the
 stages of an answer.
 """
 
@@ -11,13 +11,15 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import threading
 import time
 import urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import torch
 
 from benchmarks.records import CannotRun, Record, median, record
-from benchmarks.stages._nodes import Nodes, compare, interval
+from benchmarks.stages._node import Node, interval, windows
 from benchmarks.stages.answer import ask, picture
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.measure.export import Exports, Finished, open_exports
@@ -25,7 +27,10 @@ from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.share import share
 
 #: Answers of a window.
-ANSWERS = 4
+ANSWERS = 8
+
+#: Seconds between two looks of Prometheus; its own default is 15.
+LOOK_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,56 +38,86 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--answers', type=int, default=100, help='with and without')
     parser.add_argument('--tokens', type=int, default=8, help='of an answer')
     parser.add_argument('--windows', type=int, default=60,
-                        help='of each of two running nodes; 0 starts none (%(default)s)')
+                        help='with and without, of a running node; 0 starts none (%(default)s)')
 
 
 def run(args: argparse.Namespace) -> list[Record]:
-    """Time answers with and without exports, of an engine and of nodes."""
+    """Time answers with and without exports, of an engine and of a node."""
     found = engine(args)
     if args.windows:
         try:
-            found += nodes(args)
+            found += node(args, alive=False) + node(args, alive=True)
         except CannotRun as error:
             print(f'left out: {error}')
     return found
 
 
-def nodes(args: argparse.Namespace) -> list[Record]:
-    """Ask a node with all exports on and one with none, in turns."""
-    port = _free()
-    two = Nodes({
-        'exports': ({'export.otel': 'true', 'export.prometheus_port': port}, {
-            'OTEL_EXPORTER_OTLP_ENDPOINT': f'http://127.0.0.1:{_free()}'}),
-        'plain': ({}, {})})
+class Collector(HTTPServer):
+    """Takes what is sent to it; nothing more."""
 
-    def scrape() -> None:
-        with urllib.request.urlopen(f'http://127.0.0.1:{port}/metrics', timeout=5) as reply:
-            reply.read()
+    def __init__(self) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                self.rfile.read(int(self.headers['Content-Length']))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        super().__init__(('127.0.0.1', 0), Handler)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+def node(args: argparse.Namespace, alive: bool) -> list[Record]:
+    """
+    Ask a running node in turns with all its exports on and with none.
+
+    :param alive: the collector answers.
+    """
+    port = _free()
+    collector = Collector() if alive else None
+    to = collector.server_port if collector else _free()
+    running = Node({'export.otel': 'true', 'export.prometheus_port': port}, {
+        'OTEL_EXPORTER_OTLP_ENDPOINT': f'http://127.0.0.1:{to}'})
+    looked = [0.0]
+
+    def work(on: bool) -> None:
+        for _ in range(ANSWERS):
+            running.ask(args.tokens)
+        if on and time.monotonic() > looked[0] + LOOK_S:
+            looked[0] = time.monotonic()
+            with urllib.request.urlopen(f'http://127.0.0.1:{port}/metrics', timeout=5) as reply:
+                reply.read()
 
     try:
-        for name in ('exports', 'plain'):
-            for _ in range(5):
-                two.ask(name, args.tokens)
-        taken = compare(lambda name: two.ask(name, args.tokens), two.spent, 'exports', 'plain',
-                        args.windows, ANSWERS, scrape)
-        named = sum('does not answer' in line for line in two.output['exports'])
+        for _ in range(20):
+            running.ask(args.tokens)
+        taken = windows(work, args.windows, running.switch, {
+            'seconds': time.perf_counter, 'processor': running.spent})
+        named = sum('does not answer' in line for line in running.output)
     finally:
-        two.close()
-    rate = {name: ANSWERS / median(times) for name, times in taken['seconds'].items()}
+        running.close()
+        if collector is not None:
+            collector.shutdown()
+            collector.server_close()
+    rate = {on: ANSWERS / median(times) for on, times in taken['seconds'].items()}
+    which = 'a collector' if alive else 'dead collector'
     case = {'model': 'tiny', 'size': '320x240', 'answer_tokens': args.tokens, 'path': 'cpu',
-            'variant': 'running node, exports on, dead collector'}
+            'variant': f'running node, all exports on, {which}'}
     found = [record(
-        'node', case, 'answers_per_s', rate['exports'], '1/s', higher_is_better=True,
-        baseline=('running node, no exports', rate['plain']), runs=args.windows,
-        note=f'all answered; the dead collector was named {named} time{"s"[named == 1:]}')]
-    for kind, metric, words in (('seconds', 'share_lost', 'answers/s'), (
+        'node', case, 'answers_per_s', rate[True], '1/s', higher_is_better=True,
+        baseline=('the same node, no exports', rate[False]), runs=args.windows,
+        note=f'all answered; a dead collector was named {named} time{"s"[named == 1:]}')]
+    for meter, metric, words in (('seconds', 'share_lost', 'time of an answer'), (
             'processor', 'share_more', 'processor time of the node, sending included')):
-        middle, low, high = interval(taken[kind]['exports'], taken[kind]['plain'])
+        middle, low, high = interval(taken[meter][True], taken[meter][False])
         found.append(record(
             'node', case, metric, middle - 1, '', runs=args.windows,
-            note=f'{words}: median of {args.windows} pairs of windows of {ANSWERS} answers, 95 % '
-            f'interval {low - 1:+.4f} to {high - 1:+.4f}'))
-        print(found[-1]['note'])
+            note=f'{words}: median of {args.windows} pairs of windows of {ANSWERS} answers, '
+            f'Prometheus looking every {LOOK_S:g} s; 95 % interval {low - 1:+.4f} to '
+            f'{high - 1:+.4f}'))
+        print(f'{which}: {found[-1]["note"]}')
     return found
 
 

@@ -6,12 +6,16 @@ import logging
 import math
 import threading
 import time
+from functools import partial
 from typing import Any
 
 from qwen_vl_ros import __version__
 from qwen_vl_ros.measure.export import CLOSE_S, ExportError, Finished
 
 LOG = logging.getLogger(__name__)
+
+#: Seconds between traces while the collector does not answer.
+PROBE_S = 5.0
 
 PACKAGES = 'opentelemetry-sdk opentelemetry-exporter-otlp-proto-http'
 
@@ -29,6 +33,7 @@ class OpenTelemetry:
 
     def __init__(self, service: str, span_exporter: Any = None, metric_reader: Any = None) -> None:
         try:
+            from opentelemetry.metrics import Observation
             from opentelemetry.sdk.metrics import MeterProvider
             from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
             from opentelemetry.sdk.resources import Resource
@@ -61,10 +66,16 @@ class OpenTelemetry:
             'gen_ai.server.time_to_first_token', 's', 'Time to the first token')
         self._each = meter.create_histogram(
             'gen_ai.server.time_per_output_token', 's', 'Time of a token after the first')
-        self._tokens = meter.create_counter('qwen_vl.tokens', '{token}', 'Tokens by kind')
-        self._stage = meter.create_histogram('qwen_vl.stage.duration', 's', 'Time by stage')
-        self._bytes = meter.create_counter(
-            'qwen_vl.stage.io', 'By', 'Bytes that stages read and wrote, computed from shapes')
+        # Sums are added up here and read when they are sent: cheaper than recording each.
+        self._sums: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+        for name, unit, text in (
+                ('qwen_vl.tokens', '{token}', 'Tokens by kind'),
+                ('qwen_vl.stage.time', 's', 'Time by stage'),
+                ('qwen_vl.stage.io', 'By', 'Bytes by stage, computed from shapes')):
+            self._sums[name] = {}
+            meter.create_observable_counter(
+                name, [partial(_observe, self._sums[name], Observation)], unit, text)
+        self._next_probe = 0.0
         #: Wall clock less monotonic clock: spans are on the latter.
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
 
@@ -72,15 +83,52 @@ class OpenTelemetry:
         """Do nothing: traces are made from the timeline."""
 
     def finished(self, question: Finished) -> None:
-        """Record the trace and the metrics; nothing is sent on this thread."""
+        """
+        Record the trace and the metrics; nothing is sent on this thread.
+
+        While the collector does not answer, one trace in :data:`PROBE_S` is made, to find it back;
+        the counters go on.
+        """
+        line = question.timeline
+        labels = {'gen_ai.request.model': question.model}
+        if question.code != 'none':
+            labels['error.type'] = question.code
+        if self._worth_a_trace():
+            self._trace(question, labels)
+        for span in line.spans:
+            self._add('qwen_vl.stage.time', 'stage', span.name, max(0.0, span.ms / 1e3))
+            moved = span.bytes_read + span.bytes_written
+            if moved:
+                self._add('qwen_vl.stage.io', 'stage', span.name, moved)
+        tokens = [span for span in line.spans if span.name == 'token']
+        if tokens:
+            self._each.record(sum(span.ms for span in tokens) / len(tokens) / 1e3, labels)
+        self._duration.record(line.total_ms() / 1e3, labels)
+        first = line.time_to_first_token_ms()
+        if not math.isnan(first):
+            self._first.record(first / 1e3, labels)
+        for kind, count in (('input', question.prompt_tokens),
+                            ('output', question.output_tokens)):
+            self._add('qwen_vl.tokens', 'kind', kind, count)
+
+    def _add(self, name: str, label: str, value: str, amount: float) -> None:
+        sums, key = self._sums[name], ((label, value),)
+        sums[key] = sums.get(key, 0) + amount
+
+    def _worth_a_trace(self) -> bool:
+        if not self._said.silent:
+            return True
+        now = time.monotonic()
+        if now < self._next_probe:
+            return False
+        self._next_probe = now + PROBE_S
+        return True
+
+    def _trace(self, question: Finished, labels: dict[str, str]) -> None:
         from opentelemetry import trace
 
         line = question.timeline
         spans = line.spans
-        end_ns = max((s.end_ns for s in spans), default=line.start_ns)
-        labels = {'gen_ai.request.model': question.model}
-        if question.code != 'none':
-            labels['error.type'] = question.code
         attributes: dict[str, Any] = {
             **labels, 'gen_ai.operation.name': 'chat', 'qwen_vl.request_id': line.request_id,
             'gen_ai.usage.input_tokens': question.prompt_tokens,
@@ -94,26 +142,23 @@ class OpenTelemetry:
         if question.code != 'none':
             root.set_status(trace.StatusCode.ERROR, question.code)
         context = trace.set_span_in_context(root)
+        # Tokens are one span: a long answer has hundreds.
+        tokens = [span for span in spans if span.name == 'token']
         for span in spans:
+            parts = tokens if span.name == 'token' else [span]
+            if span is not parts[0]:
+                continue
+            about: dict[str, Any] = {'qwen_vl.stream': span.stream}
+            if len(parts) > 1:
+                about['qwen_vl.count'] = len(parts)
+            for name in ('bytes_read', 'bytes_written', 'flops'):
+                value = sum(getattr(part, name) for part in parts)
+                if value:
+                    about[f'qwen_vl.{name}'] = value
             self._tracer.start_span(
-                span.name, context, start_time=self._epoch_ns + span.start_ns, attributes={
-                    'qwen_vl.stream': span.stream, 'qwen_vl.bytes_read': span.bytes_read,
-                    'qwen_vl.bytes_written': span.bytes_written, 'qwen_vl.flops': span.flops,
-                }).end(self._epoch_ns + span.end_ns)
-            self._stage.record(span.ms / 1e3, {'stage': span.name})
-            moved = span.bytes_read + span.bytes_written
-            if moved:
-                self._bytes.add(moved, {'stage': span.name})
-            if span.name == 'token':
-                self._each.record(span.ms / 1e3, labels)
-        root.end(self._epoch_ns + end_ns)
-        self._duration.record(line.total_ms() / 1e3, labels)
-        first = line.time_to_first_token_ms()
-        if not math.isnan(first):
-            self._first.record(first / 1e3, labels)
-        for kind, count in (('input', question.prompt_tokens),
-                            ('output', question.output_tokens)):
-            self._tokens.add(count, {'kind': kind})
+                span.name, context, start_time=self._epoch_ns + span.start_ns, attributes=about,
+            ).end(self._epoch_ns + parts[-1].end_ns)
+        root.end(self._epoch_ns + max((s.end_ns for s in spans), default=line.start_ns))
 
     def close(self) -> None:
         """Send what is left; a dead collector is given up after :data:`CLOSE_S`."""
@@ -126,6 +171,11 @@ class OpenTelemetry:
         ending = threading.Thread(target=end, name='otel close', daemon=True)
         ending.start()
         ending.join(CLOSE_S)
+
+
+def _observe(sums: dict[tuple[tuple[str, str], ...], float], kind: Any, options: Any) -> list[Any]:
+    """Return the sums as the SDK's observations (``kind``)."""
+    return [kind(value, dict(key)) for key, value in tuple(sums.items())]
 
 
 class _Once:

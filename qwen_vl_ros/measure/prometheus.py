@@ -68,10 +68,15 @@ class Prometheus:
         first = line.time_to_first_token_ms()
         if not math.isnan(first):
             self._first.observe(first / 1e3)
+        stages: dict[str, list[float]] = {}
         for span in line.spans:
-            self._stage.labels(span.name).inc(max(0.0, span.ms / 1e3))
-            self._bytes.labels(span.name).inc(span.bytes_read + span.bytes_written)
-            self._flops.labels(span.name).inc(span.flops)
+            sums = stages.setdefault(span.name, [0.0, 0.0, 0.0])
+            sums[0] += max(0.0, span.ms / 1e3)
+            sums[1] += span.bytes_read + span.bytes_written
+            sums[2] += span.flops
+        for name, sums in stages.items():
+            for counter, value in zip((self._stage, self._bytes, self._flops), sums):
+                counter.labels(name).inc(value)
         self._tokens.labels('input').inc(question.prompt_tokens)
         self._tokens.labels('output').inc(question.output_tokens)
         if question.vision_tokens_in:

@@ -24,7 +24,8 @@ def question(code='none', name='q-1'):
     timeline.add('encode', t, t + 200 * MS, stream='cuda:0', bytes_read=1000, bytes_written=24,
                  flops=5000)
     timeline.add('first_token', t + 200 * MS, t + 210 * MS)
-    timeline.add('token', t + 210 * MS, t + 230 * MS, bytes_read=3000)
+    timeline.add('token', t + 210 * MS, t + 220 * MS, bytes_read=1000)
+    timeline.add('token', t + 220 * MS, t + 230 * MS, bytes_read=2000)
     return Finished(timeline, code, 'stop', 428, 2, 391, 196, 'tiny', {'camera': 'front'})
 
 
@@ -70,6 +71,11 @@ def test_a_trace_has_one_span_a_stage_on_the_wall_clock(otel):
     assert encode.end_time - encode.start_time == 200 * MS
     assert encode.parent.span_id == root.context.span_id
     assert encode.attributes['qwen_vl.flops'] == 5000
+    # Tokens are one span.
+    tokens = found['token']
+    assert tokens.end_time - tokens.start_time == 20 * MS
+    assert tokens.attributes['qwen_vl.count'] == 2
+    assert tokens.attributes['qwen_vl.bytes_read'] == 3000
     assert root.resource.attributes['service.name'] == 'robot'
 
 
@@ -94,6 +100,27 @@ def test_metrics_of_questions_stages_and_tokens(otel):
         'input': 856, 'output': 4}
     assert {p.attributes['stage']: p.value for p in metrics['qwen_vl.stage.io']} == {
         'encode': 2048, 'token': 6000}
+    tokens = metrics['gen_ai.server.time_per_output_token']
+    assert sum(p.sum for p in tokens) == pytest.approx(0.02) and sum(p.count for p in tokens) == 2
+
+
+def test_no_traces_are_made_for_a_dead_collector_but_it_is_found_back(otel, monkeypatch):
+    export, spans, reader = otel
+    export._said.silent = True
+    now = [1000.0]
+    monkeypatch.setattr('qwen_vl_ros.measure.otel.time.monotonic', lambda: now[0])
+    for _ in range(7):
+        export.finished(question())
+        now[0] += 1.0
+    export._traces.force_flush()
+    assert [s.name for s in spans.get_finished_spans()].count('answer') == 2  # at 0 s and at 5 s
+    export._said.silent = False
+    export.finished(question())
+    export._traces.force_flush()
+    assert [s.name for s in spans.get_finished_spans()].count('answer') == 3
+    data = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
+    asked = next(m for m in data if m.name == 'gen_ai.client.operation.duration')
+    assert sum(p.count for p in asked.data.data_points) == 8  # counters miss nothing
 
 
 class Collector(HTTPServer):
