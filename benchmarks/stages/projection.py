@@ -21,9 +21,10 @@ from torch.nn import functional as F
 from benchmarks.records import CannotRun, Record, median, record
 from benchmarks.stages import _counters
 from benchmarks.stages import _processors as processors
-from qwen_vl_ros.engine.embedding import still_projection
-from qwen_vl_ros.engine.patches import IMAGE_MEAN, IMAGE_STD, smart_resize
-from qwen_vl_ros.engine.vision import fold_still
+from qwen_vl_ros.engine.embedding import pair_projections, still_projection
+from qwen_vl_ros.engine.offload import Offload
+from qwen_vl_ros.engine.patches import IMAGE_MEAN, IMAGE_STD, grid_of, smart_resize
+from qwen_vl_ros.engine.vision import fold_pair, fold_still
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.kernels.cuda import CudaKernels, Projection
 from qwen_vl_ros.kernels.loader import KernelError
@@ -59,10 +60,29 @@ def run(args: argparse.Namespace) -> list[Record]:
     found = bench.errors()
     found += bench.copy()
     for count in (1564, 4784):
-        found += bench.products(count)
+        found += bench.products(count) + bench.pairs(count)
     for size in SIZES:
         found += bench.frames(size, process)
-    return found + counted()
+    return found + ways(conv) + counted()
+
+
+def ways(conv: torch.Tensor) -> list[Record]:
+    """Time the ways over the CPU and over the GPU as ``preprocess.device: auto`` does."""
+    found = []
+    for width, height in SIZES:
+        offload = Offload(conv)
+        rgb = np.random.default_rng(1).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        frame = Frame.from_rgb(rgb)
+        grid = grid_of([frame], 3136, MAX_PIXELS)
+        chosen = offload.choose(frame, grid)
+        for name, profile in offload.profiles[width, height, grid[1], grid[2]].items():
+            case = {'size': f'{width}x{height}', 'encoding': 'rgb8', 'path': 'cuda',
+                    'variant': f'camera buffer to embeddings, way {name}'}
+            found.append(record(
+                'projection', case, 'ms', profile.total_ms, 'ms',
+                note=f'CPU {profile.cpu_ms:.3f}, transfer {profile.transfer_ms:.3f}, GPU '
+                f'{profile.gpu_ms:.3f} ms, each waited for; auto takes {chosen}'))
+    return found
 
 
 def counted() -> list[Record]:
@@ -206,6 +226,31 @@ class Bench:
         found.append(record('projection', {**case, 'variant': 'uint8 patches to embeddings'},
                             'mb', moved / 1e6, 'MB', kind='computed', note='least DRAM traffic'))
         return found
+
+    def pairs(self, count: int) -> list[Record]:
+        """Time a pair of frames with both halves in one product, and with a half that is kept."""
+        both = [torch.randint(0, 256, (count, 1176), dtype=torch.uint8, device='cuda')
+                for _ in range(12)]
+        newer = [torch.randint(0, 256, (count, 588), dtype=torch.uint8, device='cuda')
+                 for _ in range(12)]
+        whole = Projection.make(*fold_pair(self.conv.half()))
+        first, second = pair_projections(self.conv, torch.float16)
+        kept = [self.kernels.project(x, first, dtype=torch.float32) for x in newer]
+        held: list[torch.Tensor | None] = [None] * 12
+
+        def product(i: int) -> None:
+            held[i % 12] = self.kernels.project(both[i % 12], whole, dtype=torch.bfloat16)
+
+        def half(i: int) -> None:
+            held[i % 12] = self.kernels.project(
+                newer[i % 12], second, addend=kept[i % 12], dtype=torch.bfloat16)
+
+        times = {'product': self.graph(product), 'half': self.graph(half)}
+        return [record(
+            'projection', {'patches': count, 'dtype': 'bf16', 'path': 'cuda',
+                           'variant': 'pair, older half kept'}, 'ms', median(times['half']), 'ms',
+            times=times['half'],
+            baseline=('both halves in one product', median(times['product'])))]
 
     def frames(self, size: tuple[int, int], process: processors.Processor | None) -> list[Record]:
         """Time a frame on the device to patches and to embeddings, fused and not."""
