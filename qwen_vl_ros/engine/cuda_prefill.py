@@ -38,6 +38,9 @@ LOG = logging.getLogger('qwen_vl_ros.engine')
 #: Tokens of a bucket at most; more are run in pieces.
 MOST = 1024
 
+#: Milliseconds that a chunk may keep a cancel waiting.
+CANCEL_MS = 20.0
+
 #: Rows that large products take at once.
 STEP = 64
 
@@ -123,6 +126,18 @@ class CudaPrefill:
                 self.release()
                 raise
         return out
+
+    def chunk(self, most: int) -> int:
+        """
+        Return how many tokens to run at once so that it takes about :data:`CANCEL_MS`.
+
+        Taken from the largest bucket that has run so far; ``most`` before the first one.
+        """
+        if not self.graphs.captured:
+            return most
+        largest = max(self.graphs.captured, key=lambda one: int(str(one.key)))
+        rows = int(str(largest.key)) * CANCEL_MS / max(largest.run_ms, 1e-3)
+        return max(1, min(most, max(STEP, int(rows) // STEP * STEP)))
 
     def release(self) -> None:
         """Give buffers and graphs back; the next chunk makes them again."""

@@ -25,12 +25,14 @@ class Captured:
     :param prepare_ms: of choices made by timing, where none were remembered; on the host.
     :param ms: of the first run and the capture, on the host.
     :param bytes: that the device had less of afterwards.
+    :param run_ms: of the first replay, on the device.
     """
 
     key: Hashable
     prepare_ms: float
     ms: float
     bytes: int
+    run_ms: float
 
 
 class Runner(Protocol):
@@ -133,8 +135,8 @@ class Graphs:
         fill()
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._capture(key, body, prepare)
-            fill()
+            self._capture(key, fill, body, prepare)
+            return
         self._graphs.move_to_end(key)
         graph.replay()
 
@@ -143,8 +145,9 @@ class Graphs:
         self._graphs.clear()
 
     def _capture(
-        self, key: Hashable, body: Callable[[], None], prepare: Callable[[], None],
-    ) -> torch.cuda.CUDAGraph:
+        self, key: Hashable, fill: Callable[[], None], body: Callable[[], None],
+        prepare: Callable[[], None],
+    ) -> None:
         started = time.monotonic()
         prepare()
         ready = time.monotonic()
@@ -166,9 +169,16 @@ class Graphs:
         while len(self._graphs) >= self._most:
             self._graphs.popitem(last=False)
         self._graphs[key] = graph
-        took = Captured(key, (ready - started) * 1e3, (time.monotonic() - ready) * 1e3,
-                        max(0, free - torch.cuda.mem_get_info(self._device)[0]))
-        self.captured.append(took)
-        LOG.info('%s: graph for %s captured in %.1f ms after %.1f ms of choosing, %.1f MB',
-                 self._name, key, took.ms, took.prepare_ms, took.bytes / 1e6)
-        return graph
+        took = (time.monotonic() - ready) * 1e3
+        used = max(0, free - torch.cuda.mem_get_info(self._device)[0])
+        fill()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(outer)
+        graph.replay()
+        end.record(outer)
+        end.synchronize()
+        self.captured.append(Captured(
+            key, (ready - started) * 1e3, took, used, begin.elapsed_time(end)))
+        LOG.info('%s: graph for %s captured in %.1f ms after %.1f ms of choosing, %.1f MB; it '
+                 'runs %.2f ms', self._name, key, took, (ready - started) * 1e3, used / 1e6,
+                 self.captured[-1].run_ms)

@@ -107,6 +107,10 @@ class LanguageModel:
             return self.fused.run(x, positions, cache, start)
         return self.prefill_plain(x, positions, cache, start)
 
+    def chunk(self, most: int) -> int:
+        """Return how many tokens to prefill between two looks at cancel; at most ``most``."""
+        return most if self.fused is None else self.fused.chunk(most)
+
     def prefill_plain(self, x: Tensor, positions: Tensor, cache: KVCache, start: int) -> Tensor:
         """Run a chunk in plain torch; the fused form is held against this."""
         cos, sin = self.rotary(positions)

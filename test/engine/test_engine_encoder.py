@@ -207,6 +207,20 @@ def test_prefill_takes_the_cache_that_it_is_given(model):
     assert not fused.fits(KVCache(language.config, 64, language.device, torch.float16))
 
 
+@pytest.mark.parametrize('rows,ms,most,expected', [
+    (448, 3.0, 512, 512), (448, 40.0, 512, 192), (64, 40.0, 512, 64), (512, 20.0, 512, 512),
+    (64, 1e-9, 100, 100), (448, 40.0, 30, 30)])
+def test_a_chunk_keeps_a_cancel_waiting_20_ms_at_most(model, rows, ms, most, expected):
+    language = model.language
+    fused = CudaPrefill(language, PlainKernels(), PlainProducts(), Direct())
+    assert fused.chunk(most) == most
+    fused.graphs.captured += [
+        graphs.Captured(64, 0, 0, 0, 9.0), graphs.Captured(rows, 0, 0, 0, ms)]
+    if rows > 64:
+        assert fused.chunk(most) == expected
+    assert language.chunk(most) == most  # in plain torch nothing is known
+
+
 class FakeGraph:
     """A graph that replays what was called between begin and end."""
 
@@ -240,6 +254,17 @@ def fake_cuda(monkeypatch):
         def __exit__(self, *args):
             pass
 
+    class Event(Stream):
+        def record(self, stream):
+            pass
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, other):
+            return 2.5
+
+    monkeypatch.setattr(torch.cuda, 'Event', lambda enable_timing: Event())
     monkeypatch.setattr(torch.cuda, 'CUDAGraph', FakeGraph)
     monkeypatch.setattr(torch.cuda, 'Stream', Stream)
     monkeypatch.setattr(torch.cuda, 'stream', lambda stream: stream)
