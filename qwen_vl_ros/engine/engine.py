@@ -15,6 +15,7 @@ import qwen_vl_ros
 from qwen_vl_ros.engine.checkpoint import Checkpoint, find_folder, load_checkpoint
 from qwen_vl_ros.engine.config import load_config
 from qwen_vl_ros.engine.constrain import Constraints
+from qwen_vl_ros.engine.cuda_decoder import make_decoder
 from qwen_vl_ros.engine.device import is_out_of_memory, pick_device, pick_dtype
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode, one_line
 from qwen_vl_ros.engine.kv_cache import CachePool, KVCache
@@ -26,6 +27,7 @@ from qwen_vl_ros.engine.quantize_vision import quantize_vision
 from qwen_vl_ros.engine.running import Running, plan_visuals, step
 from qwen_vl_ros.engine.sessions import Sessions
 from qwen_vl_ros.engine.stages import DeviceClock, FeatureCache
+from qwen_vl_ros.engine.tensorrt import choose_engine
 from qwen_vl_ros.engine.types import Event, Request, Stage, Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.measure.timeline import Timeline
@@ -59,7 +61,8 @@ class Engine:
             vocabulary[t] for t in ('<|im_end|>', '<|endoftext|>') if t in vocabulary}
         self.model = Model(checkpoint, options.preprocess)
         quantize_language(self.model.language, quantization)
-        quantize_vision(self.model.vision, options.vision_quantization)
+        self.model.decoder = make_decoder(self.model.language)
+        self.vision_engine = self._choose_vision()
         self.constraints = Constraints(
             checkpoint.tokenizer, checkpoint.config.language.vocab, self.end_tokens)
         self.sessions = Sessions()
@@ -241,6 +244,16 @@ class Engine:
         self.options = options
         self.info = replace(
             self.info, min_pixels=min_pixels, max_pixels=self._within(max_pixels))
+
+    def _choose_vision(self) -> str:
+        """Let the encoder run as the options say; return what it runs in."""
+        options, vision = self.options, self.model.vision
+        chosen = choose_engine(
+            vision, options.vision_engine, options.max_pixels,
+            'int8' if options.vision_quantization == 'int8' else 'fp16')
+        if chosen != 'tensorrt':
+            quantize_vision(vision, options.vision_quantization)
+        return chosen
 
     def _within(self, max_pixels: int) -> int:
         """Return the limit, lowered to the largest picture that the checkpoint was made for."""

@@ -77,8 +77,3 @@ class Lane:
         """Let later work of this lane wait for a mark of another one; returns at once."""
         if self._stream is not None and mark.event is not None:
             self._stream.wait_event(mark.event)
-
-    def follow(self) -> None:
-        """Let later work wait for what the caller's present stream holds; returns at once."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))

@@ -8,6 +8,9 @@ from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.patches import smart_resize, uniform_keep
 from qwen_vl_ros.engine.request import Selector
 
+#: What the encoder can run in.
+ENGINES = ('native', 'torch', 'tensorrt')
+
 
 @dataclass(frozen=True)
 class ModelInfo:
@@ -64,6 +67,8 @@ class Options:
         both for every size of picture (see offload.py).
     :param vision_quantization: of the encoder, none or int8; approximate, and given up at load
         where it changes merged tokens too much (see quantize_vision.py).
+    :param vision_engine: what the encoder runs in: native (kernels where there are any), torch or
+        tensorrt (see tensorrt.py).
     """
 
     max_context: int = 4096
@@ -77,6 +82,7 @@ class Options:
     selector: Selector = uniform_keep
     preprocess: str = 'auto'
     vision_quantization: str = 'none'
+    vision_engine: str = 'native'
 
 
 def cache_count(options: Options, one: int) -> int:
@@ -115,6 +121,10 @@ def check_options(options: Options, factor: int, max_positions: int) -> None:
             ErrorCode.BAD_REQUEST,
             'prefill_chunk, cache_slots and max_sequences must be at least 1, repetition_window '
             'and cache_bytes at least 0')
+    if options.vision_engine not in ENGINES:
+        raise EngineError(
+            ErrorCode.BAD_REQUEST,
+            f"vision_engine '{options.vision_engine}' is not one of {', '.join(ENGINES)}")
     h, w = smart_resize(3000, 4000, options.min_pixels, options.max_pixels, factor)
     if h * w > options.max_pixels:
         raise EngineError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from torch import Tensor
@@ -26,6 +26,9 @@ LOG = logging.getLogger(__name__)
 
 #: Units of work put onto a GPU between two decode steps at most.
 UNITS = 4
+
+#: Decode steps of standing questions that may follow units of vision at once.
+OWED = 2
 
 #: Timelines that the bubble is computed from.
 KEPT = 64
@@ -54,6 +57,7 @@ class Rounds:
         self._draining: list[Task] = []
         self._acquired = Mark()
         self._units = UNITS if device.type == 'cuda' else 1
+        self._steps_owed = 0
 
     def add(self, task: Task) -> None:
         """Take a request in whose planning has begun."""
@@ -112,7 +116,31 @@ class Rounds:
         with track.vision.active():
             task.adopted = self.engine.model.encode_part(
                 visual, prepared.result(), whole(visual), clock)
-        task.early_mark = track.took(track.vision, task)
+        task.early_mark = self._took(track, track.vision, task)
+        return True
+
+    def _took(self, track: Track, lane: Lane, task: Task) -> Mark:
+        self._steps_owed = min(self._steps_owed + 1, OWED)
+        return track.took(lane, task)
+
+    def _held(self, tasks: Iterable[Task]) -> bool:
+        """
+        Say whether decoding lets vision go first now.
+
+        A decode step and the encoder both want the whole device. Steps that come one a unit of
+        vision are shared by more sequences than steps that run as they can; for a standing
+        question that is the better use of the device. Whoever waits for words is not held up, and
+        the pictures of an urgent question go before the words of standing ones.
+        """
+        if any(task.priority < Priority.CONTINUOUS for task in tasks):
+            return False
+        if self._tracks[True].busy:
+            return True
+        if not self._tracks[False].busy:
+            return False
+        if self._steps_owed:
+            self._steps_owed -= 1
+            return False
         return True
 
     def _track(self, task: Task) -> Track:
@@ -173,7 +201,7 @@ class Rounds:
         start = look.ready
         with track.vision.active():
             run.encode(look, patches)
-        task.encoded.append((start, look.ready, track.took(track.vision, task)))
+        task.encoded.append((start, look.ready, self._took(track, track.vision, task)))
         if not look.parts:
             task.patches.pop(look.visual.key, None)
         return True
@@ -205,7 +233,7 @@ class Rounds:
                 track.prefill.wait(mark)
         with track.prefill.active():
             run.prefill(most)
-        track.took(track.prefill, task)
+        self._took(track, track.prefill, task)
         return True
 
     def decode(self) -> bool:
@@ -226,7 +254,7 @@ class Rounds:
                 rows[run.slot] = task, run
             except Exception as error:
                 self.fail(task, error)
-        if not rows:
+        if not rows or self._held(task for task, _ in rows.values()):
             return False
         for slot, choice in self._step(rows, allowed).items():
             task, run = rows[slot]

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import torch
+
 from qwen_vl_ros.engine.decoder import SLOTS
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode, one_line
@@ -102,6 +104,7 @@ class Scheduler:
         # A thread that makes prompts may keep the interpreter for so long; by default that is
         # five decode steps of a fast GPU.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+        self._settle()
         self._open = True
         self._thread = threading.Thread(target=self._work, name='engine', daemon=True)
         self._thread.start()
@@ -126,7 +129,17 @@ class Scheduler:
             self._rounds.end_all(error)
             return True
         thread.join(timeout_s)
-        return not thread.is_alive()
+        if thread.is_alive():
+            return False
+        self._settle()
+        return True
+
+    def _settle(self) -> None:
+        """Wait for the device: others use the engine's buffers before and after."""
+        device = self.engine.model.device
+        if device.type == 'cuda':
+            torch.cuda.synchronize(device)
+        self._rounds.drain()
 
     def submit(
         self, request: Request | Callable[[], Request], listener: Listener, *,

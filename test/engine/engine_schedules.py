@@ -44,14 +44,23 @@ class Events(list):
 
 
 class Driven(Scheduler):
-    """A scheduler without a thread of its own."""
+    """A scheduler without a thread of its own, which is not driven for ever."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.until = time.monotonic() + 60
+
+    def run_once(self):
+        assert time.monotonic() < self.until, 'requests do not come to their end'
+        return super().run_once()
 
     def settle(self):
-        """Take up what waits, until all planning is done."""
+        """Take up what waits, until all that the host does for it is done."""
         self._take_up()
         for task in list(self._rounds.active):
             task.planning.exception()
-        time.sleep(0.05)
+            for patches in [*task.patches.values(), *filter(None, (task.early or ())[1:])]:
+                patches.exception()
 
 
 def scheduler(engine, waiting=32, **options):
