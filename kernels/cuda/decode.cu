@@ -72,8 +72,10 @@ SharedLayout layout_for(const qwen_vl_decode_model& m, int rows, int limit) {
   const int longest = std::max({padded(m.form, m.mlp), padded(m.form, m.heads * m.head_dim),
                                 padded(m.form, m.width), padded(m.head_form, m.width)});
   l.slot_bytes = kItem + std::max(scale_bytes(m.form, m.group), scale_bytes(m.head_form, m.group));
-  l.act_stride = longest * 2 + kActPad;
-  const int slots = 2 * kWarps * 8 * ((rows + 1) / 2) * 16;
+  // Behind an op's inputs stay the sums that they were made from (stage_norm).
+  l.act_stride = std::max(longest * 2, padded(m.form, m.width) * 2 + m.width * 4) + kActPad;
+  l.act_stride = std::max(l.act_stride, padded(m.head_form, m.width) * 2 + m.width * 4 + kActPad);
+  const int slots = kWarps * 8 * ((rows + 1) / 2) * 16;
   const int act = std::max({rows * l.act_stride, kAttendBytes,
                             static_cast<int>(kWarps * kRows * sizeof(Best))});
   const int sums = grouped(m.form) ? longest / m.group * kRows * 4 : 0;
@@ -93,7 +95,7 @@ SharedLayout layout_for(const qwen_vl_decode_model& m, int rows, int limit) {
 
 bool fits(const qwen_vl_decode_model& m, int rows, int limit) {
   const SharedLayout l = layout_for(m, rows, limit);
-  return l.depth >= kMinDepth && l.total <= limit && rows * (m.width / 256) <= kNormUnits * kWarps;
+  return l.depth >= kMinDepth && l.total <= limit && rows * (m.width / 256) <= kNormUnits;
 }
 
 cudaError_t device_limits(int* blocks, int* shared) {
@@ -224,6 +226,11 @@ QWEN_VL_API int qwen_vl_decode_step(const qwen_vl_decode_model* model,
   p.offset_act = l.act;
   p.offset_sums = l.sums;
   p.offset_tables = l.tables;
+  auto by = [](int n) { return n == 1 ? 0u : static_cast<uint32_t>((0x100000000ull + n - 1) / n); };
+  p.by_norm_units = by(model->width / 256);
+  p.by_attention = by(model->heads * model->head_dim / 8);
+  p.by_mlp = by(model->mlp / 8);
+  p.by_blocks = by(blocks);
   const void* kernel = kernel_of(*model);
   const cudaStream_t queue = static_cast<cudaStream_t>(stream);
   cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);

@@ -7,11 +7,12 @@
 namespace qwen_vl {
 namespace decode {
 
-// Parts that a cache of `length` is cut into: a part costs its block time, and the parts of all
-// `rows` sequences cost every block time when they are put together.
-__device__ inline int split_count(int length, int rows) {
-  const int s = __float2int_rn(sqrtf(length / (32.f * rows)));
-  return max(1, min(kMaxSplits, s));
+// Parts that a cache of `length` is cut into: a part costs its block time, and the parts cost every
+// block time when they are put together. Nothing but the length counts: a sequence's sums are the
+// same whoever is beside it.
+__device__ inline int split_count(int length) {
+  const int few = min(5, (length + 127) / 128);
+  return min(kMaxSplits, max(few, __float2int_rn(sqrtf(length / 48.f))));
 }
 
 // The keys and values that a warp of a part reads first, on their way into the L2 cache.

@@ -26,7 +26,6 @@ class Barrier {
   __device__ void arrive() {
     __syncthreads();
     if (threadIdx.x == 0) {
-      __threadfence();
       asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(arrived_), "l"(1ull)
                    : "memory");
     }

@@ -1,6 +1,6 @@
 // Prompts through quantised weights: a tensor-core product that dequantises into its tiles.
 //
-// The sm_80 class: cp.async brings activations and codes in three stages, each tile of codes is
+// The sm_80 class: cp.async brings activations and codes in four stages, each tile of codes is
 // turned into bf16 or fp16 once for all its rows of activations, ldmatrix and mma.sync do the rest.
 // A code is read from memory once for every 64 or 128 rows. Group scales are applied in float
 // before the one rounding, as the twin does; scales of outputs at the end, to exact sums of codes.
@@ -12,7 +12,7 @@
 namespace qwen_vl {
 namespace decode {
 
-constexpr int kGemmThreads = 256, kStages = 3;
+constexpr int kGemmThreads = 256, kStages = 4;
 constexpr int kTileN = 128, kTileK = 64;
 
 struct Gemm {
@@ -134,15 +134,16 @@ __global__ void __launch_bounds__(kGemmThreads) quant_gemm(const Gemm p) {
   float acc[kRowTiles][4][4] = {};
   load(0);
   load(1);
+  load(2);
   look_up(0);
-  asm volatile("cp.async.wait_group 1;" ::: "memory");
+  wait_groups<2>();
   __syncthreads();
   convert(0);
   look_up(1);
   for (int step = 0; step < steps; ++step) {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    wait_groups<1>();
     __syncthreads();
-    load(step + 2);
+    load(step + 3);
     convert(step + 1);
     look_up(step + 2);
     const uint32_t x_at = shared_of(shared + step % kStages * kXBytes);
@@ -192,6 +193,43 @@ __global__ void __launch_bounds__(kGemmThreads) quant_gemm(const Gemm p) {
   }
 }
 
+// The whole matrix as T, for products of so many rows that another library's kernels, which read
+// it from memory again, are faster. A thread turns 8 codes of a row.
+template <class T, int kForm>
+__global__ void __launch_bounds__(kGemmThreads) dequantise(const Gemm p) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kGemmThreads + threadIdx.x;
+  const int per = p.inputs / 8;
+  if (i >= static_cast<int64_t>(p.outputs) * per) return;
+  const int row = static_cast<int>(i / per), k = static_cast<int>(i - static_cast<int64_t>(row) * per) * 8;
+  float scale, zero = 0.f;
+  if constexpr (kForm == kInt8) {
+    scale = __ldg(static_cast<const float*>(p.scales) + row);
+  } else {
+    const int64_t at = static_cast<int64_t>(row) * (p.inputs / p.group) + k / p.group;
+    scale = __half2float(__ldg(static_cast<const __half*>(p.scales) + at));
+    zero = kForm == kInt4 ? __ldg(static_cast<const uint8_t*>(p.zeros) + at)
+                          : __ldg(static_cast<const int16_t*>(p.zeros) + at);
+  }
+  uint32_t d[4];
+  if constexpr (kForm == kInt4) {
+    const uint32_t w = __ldg(static_cast<const uint32_t*>(p.weight) + i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      d[j] = scaled<T>(w >> (8 * j) & 15, w >> (8 * j + 4) & 15, zero, scale);
+  } else {
+    // Signed codes as unsigned ones with a zero point of 128.
+    const uint2 w = __ldg(static_cast<const uint2*>(p.weight) + i);
+    const uint32_t flip = kForm == kInt8 ? 0x80808080u : 0u;
+    const uint32_t a = w.x ^ flip, b = w.y ^ flip;
+    if (kForm == kInt8) zero = 128.f;
+    d[0] = scaled<T>(a & 255, a >> 8 & 255, zero, scale);
+    d[1] = scaled<T>(a >> 16 & 255, a >> 24, zero, scale);
+    d[2] = scaled<T>(b & 255, b >> 8 & 255, zero, scale);
+    d[3] = scaled<T>(b >> 16 & 255, b >> 24, zero, scale);
+  }
+  static_cast<uint4*>(p.out)[i] = make_uint4(d[0], d[1], d[2], d[3]);
+}
+
 template <class T, int kForm, int kTileM>
 cudaError_t launch_gemm(const Gemm& p, cudaStream_t stream) {
   constexpr int kBytes = kStages * (kTileM * kTileK * 2 +
@@ -208,6 +246,12 @@ cudaError_t launch_gemm(const Gemm& p, cudaStream_t stream) {
 
 template <class T, int kForm>
 cudaError_t launch_rows(const Gemm& p, cudaStream_t stream) {
+  if (!p.x) {
+    const int64_t pieces = static_cast<int64_t>(p.outputs) * (p.inputs / 8);
+    dequantise<T, kForm><<<static_cast<unsigned>((pieces + kGemmThreads - 1) / kGemmThreads),
+                           kGemmThreads, 0, stream>>>(p);
+    return cudaGetLastError();
+  }
   return p.rows <= 64 ? launch_gemm<T, kForm, 64>(p, stream) : launch_gemm<T, kForm, 128>(p, stream);
 }
 
@@ -225,8 +269,8 @@ extern "C" QWEN_VL_API int qwen_vl_quant_gemm(const qwen_vl_quant_product* produ
                                               char* message, size_t size) {
   using namespace qwen_vl;
   using namespace qwen_vl::decode;
-  if (!product || !product->x || !product->weight || !product->scales || !product->out)
-    return refuse(QWEN_VL_NULL_POINTER, message, size, "no activations, weight, scales or output");
+  if (!product || !product->weight || !product->scales || !product->out)
+    return refuse(QWEN_VL_NULL_POINTER, message, size, "no weight, scales or output");
   const qwen_vl_quant_product& q = *product;
   const bool groups = q.form == kInt4 || q.form == kInt8Group;
   if ((q.form != kInt8 && !groups) || q.dtype < 0 || q.dtype > 1 || (groups && !q.zeros))

@@ -19,95 +19,100 @@ namespace decode {
 
 template <class T, int kForm, int kHeadForm>
 struct Step {
+  // A part of the attention of one sequence's group of heads.
+  struct Unit {
+    int row, kv, part, begin, end;
+  };
+
   const Params& p;
   uint8_t* const shared;
   Tables& tables;
   Stream<kForm, kHeadForm> stream;
   Barrier barrier;
   Best best[2];
+  Unit unit;  // this block's first
+  int unit_count = 0;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int layer = 0;
 
   __device__ Step(const Params& params, uint8_t* memory, Tables& filled)
       : p(params), shared(memory), tables(filled),
-        stream(params, filled.layer, filled.range, memory), barrier(params.arrived, params.stuck) {}
+        stream(params, filled, memory), barrier(params.arrived, params.stuck) {}
 
   __device__ Staged staged() const {
     return Staged{shared + p.offset_act, reinterpret_cast<float*>(shared + p.offset_sums),
-                  p.act_stride, p.m.group};
+                  p.act_stride, p.m.group,
+                  p.m.group == 128 ? 4 : p.m.group == 64 ? 3 : 2};
   }
 
   // Multiplies this block's share of a matrix with what is staged and finishes every output.
+  //
+  // A tile that several warps share belongs to the first of them, which keeps its sums and adds
+  // those that the others leave in shared memory, in their order.
   template <int kOp>
   __device__ void multiply() {
     constexpr int kOwn = kOp == kHead ? kHeadForm : kForm;
-    const Share share(tables.range[kOp]);
-    float4* slots = reinterpret_cast<float4*>(shared + p.offset_slots);
-    const int columns = (p.l.count + 1) / 2, slot = 8 * columns, in_slot = g * columns + t;
+    const WarpShare share = tables.share[kOp][warp];
+    const OpInfo& info = tables.op[kOp];
+    const int block_begin = info.begin, block_end = info.end, per_tile = info.per_tile;
+    const int columns = (p.l.count + 1) / 2;
+    float4* const slots = reinterpret_cast<float4*>(shared + p.offset_slots) + g * columns + t;
     const bool live = g < p.l.count, kept = t < columns;
-    const uint8_t* act = shared + p.offset_act + g * p.act_stride + t * 16;
-    const float* sums = reinterpret_cast<const float*>(shared + p.offset_sums);
-    int at = share.item(warp);
-    const int end = share.item(warp + 1);
-    const int first_tile = at / share.per_tile;
-    for (int tile = first_tile; at < end; ++tile) {
-      const int tile_begin = tile * share.per_tile, stop = min(end, tile_begin + share.per_tile);
-      const bool whole = at == tile_begin && stop == tile_begin + share.per_tile;
-      float acc[4], chains[2][4] = {};
+    const uint8_t* const act = shared + p.offset_act + g * p.act_stride + t * 16;
+    const float* const sums = reinterpret_cast<const float*>(shared + p.offset_sums);
+    const int groups = grouped(kOwn) ? form_inputs(kOwn) / p.m.group * kRows : 0;
+    int at = share.begin, tile = share.tile, place = share.at, own_end = 0;
+    float acc[4] = {};
+    while (at < share.end) {
+      const int tile_end = at - place + per_tile, stop = min(share.end, tile_end);
+      const bool begins = place == 0 || at == block_begin;
+      const bool ends = stop == tile_end || stop == block_end;
+      float chains[2][4] = {}, low = 1.f, high = 1.f;
+      const uint8_t* x = act + place * (form_inputs(kOwn) * 2);
+      const float* group_sums = sums + place * groups;
+#pragma unroll 1
       for (; at < stop; ++at) {
-        const int item = at - tile_begin;
         const uint8_t* from = stream.acquire();
         const uint32_t* scales = reinterpret_cast<const uint32_t*>(from + kItem);
-        const float* group_sums =
-            grouped(kOwn) ? sums + item * form_inputs(kOwn) / p.m.group * kRows : sums;
-        multiply_item<T, kOwn>(chains, from + lane * 16, scales, act + item * form_inputs(kOwn) * 2,
-                               live, group_sums, p.m.group);
-        if (at + 1 == stop) {
-          float low = 1.f, high = 1.f;
-          if constexpr (kOwn == kInt8) {
-            low = __uint_as_float(scales[g]);
-            high = __uint_as_float(scales[g + 8]);
-          }
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            acc[j] = (chains[0][j] + chains[1][j]) * (j < 2 ? low : high);
+        multiply_item<T, kOwn>(chains, from + lane * 16, scales, x, live, group_sums, p.m.group);
+        if constexpr (kOwn == kInt8) {
+          low = __uint_as_float(scales[g]);
+          high = __uint_as_float(scales[g + 8]);
         }
+        x += form_inputs(kOwn) * 2;
+        group_sums += groups;
         stream.release();
       }
-      if (whole) {
-        finish<kOp>(tile, acc, share);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) acc[j] = (chains[0][j] + chains[1][j]) * (j < 2 ? low : high);
+      if (begins && ends) {
+        finish<kOp>(tile, acc, info);
+      } else if (begins) {
+        own_end = min(tile_end, block_end);
       } else if (kept) {
-        slots[(2 * warp + (tile != first_tile)) * slot + in_slot] =
-            make_float4(acc[0], acc[1], acc[2], acc[3]);
+        slots[warp * 8 * columns] = make_float4(acc[0], acc[1], acc[2], acc[3]);
       }
+      if (own_end) break;
+      ++tile;
+      place = 0;
     }
     __syncthreads();
-    // Tiles that several warps shared.
-    if (share.count > 0) {
-      const int last = (share.begin + share.count - 1) / share.per_tile;
-      for (int tile = share.begin / share.per_tile + warp; tile <= last; tile += kWarps) {
-        const int tile_begin = tile * share.per_tile, tile_end = tile_begin + share.per_tile;
-        float acc[4] = {};
-        bool done = false;
-        for (int w = 0; w < kWarps; ++w) {
-          const int begin = share.item(w), stop = share.item(w + 1);
-          if (begin < stop && begin < tile_end && stop > tile_begin) {
-            done |= begin <= tile_begin && stop >= tile_end;
-            if (kept && !done) {
-              const float4 v =
-                  slots[(2 * w + (tile != begin / share.per_tile)) * slot + in_slot];
-              acc[0] += v.x; acc[1] += v.y; acc[2] += v.z; acc[3] += v.w;
-            }
-          }
+    if (own_end) {
+      for (int w = warp + 1; w < kWarps; ++w) {
+        const WarpShare other = tables.share[kOp][w];
+        if (other.begin >= own_end) break;
+        if (kept && other.begin < other.end) {
+          const float4 v = slots[w * 8 * columns];
+          acc[0] += v.x; acc[1] += v.y; acc[2] += v.z; acc[3] += v.w;
         }
-        if (!done) finish<kOp>(tile, acc, share);
       }
+      finish<kOp>(tile, acc, info);
     }
   }
 
   // Outputs g (acc[0], acc[1]: sequences 2t, 2t + 1) and g + 8 (acc[2], acc[3]) of a tile.
   template <int kOp>
-  __device__ void finish(int tile, const float (&acc)[4], const Share& share) {
+  __device__ void finish(int tile, const float (&acc)[4], const OpInfo& info) {
     const int row = tile_row(p.m, kOp, tile) + g;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -115,14 +120,14 @@ struct Step {
       if (s >= p.l.count) continue;
       const float low = acc[j], high = acc[2 + j];
       if constexpr (kOp == kQkv) {
-        finish_qkv(tile, row, s, low, high, share);
+        finish_qkv(tile, row, s, low, high, info);
       } else if constexpr (kOp == kGateUp) {
         static_cast<T*>(p.act)[s * p.m.mlp + row] = T(low / (1.f + __expf(-low)) * high);
       } else if constexpr (kOp == kHead) {
         take_logit(j, s, low, row);
         take_logit(j, s, high, row + 8);
       } else {
-        const int part = tile == share.begin / share.per_tile ? share.first : share.base;
+        const int part = tile == info.first_tile ? info.part_first : info.part_base;
         float* out = (kOp == kOut ? p.part_out : p.part_down) +
                      static_cast<int64_t>(part * kRows + s) * p.m.width + row;
         out[0] = low;
@@ -131,9 +136,10 @@ struct Step {
     }
   }
 
-  __device__ void finish_qkv(int tile, int row, int s, float low, float high, const Share& share) {
-    const int dim = p.m.head_dim, head = row / dim, d = row % dim, half = dim / 2;
-    const int bias = (tile - share.begin / share.per_tile) * kTile + g;
+  __device__ void finish_qkv(int tile, int row, int s, float low, float high, const OpInfo& info) {
+    const int dim = p.m.head_dim, shift = dim == 128 ? 7 : 6, half = dim / 2;
+    const int head = row >> shift, d = row & (dim - 1);
+    const int bias = (tile - info.first_tile) * kTile + g;
     low += tables.bias[bias];
     high += tables.bias[bias + 8];
     const qwen_vl_decode_row& r = tables.row[s];
@@ -167,57 +173,55 @@ struct Step {
       consider_noisy(b, v, v / r.temperature + gumbel(r.seed, r.length, token), token);
   }
 
-  // Parts of one sequence's attention, all heads of a group each.
-  __device__ void attention() {
-    const int splits = part_count(), total = p.l.count * p.m.kv_heads * splits;
-    const int dim = p.m.head_dim, group = p.m.heads / p.m.kv_heads;
-    for (int unit = blockIdx.x; unit < total; unit += gridDim.x) {
-      const int q = unit % splits, kv = unit / splits % p.m.kv_heads;
-      const int s = unit / splits / p.m.kv_heads;
-      int begin, end;
-      const T* keys = part(s, kv, q, splits, &begin, &end);
-      const int64_t head = s * p.m.heads + kv * group;
-      attend<T>(p, static_cast<const T*>(p.q) + head * dim, group, keys, values(s), begin, end,
-                p.attention + (head * kMaxSplits + q) * dim,
-                p.attention_scale + head * kMaxSplits + q, shared + p.offset_act, tables.edge);
+  __device__ Unit find_unit(int index) const {
+    for (int s = 0; s < p.l.count; ++s) {
+      const int splits = tables.splits[s], units = p.m.kv_heads * splits;
+      if (index >= units) {
+        index -= units;
+        continue;
+      }
+      const int kv = index / splits, part = index - kv * splits;
+      const qwen_vl_decode_row& r = tables.row[s];
+      const int length = static_cast<int>(min(static_cast<int64_t>(r.length) + 1, r.capacity));
+      const int size = ((length + splits - 1) / splits + 15) / 16 * 16;
+      const int begin = min(length, part * size);
+      return Unit{s, kv, part, begin, min(length, begin + size)};
     }
+    return Unit{-1, 0, 0, 0, 0};
   }
-  __device__ void prefetch_attention() {
-    const int splits = part_count(), unit = blockIdx.x;
-    if (unit < p.l.count * p.m.kv_heads * splits) {
-      int begin, end;
-      const int s = unit / splits / p.m.kv_heads;
-      const T* keys = part(s, unit / splits % p.m.kv_heads, unit % splits, splits, &begin, &end);
-      prefetch_cache<T>(p, keys, values(s), begin, end);
-    }
-  }
-  __device__ int part_count() const {
-    int longest = 1;
-    for (int s = 0; s < p.l.count; ++s) longest = max(longest, tables.row[s].length + 1);
-    return split_count(longest, p.l.count);
-  }
-  __device__ int64_t values(int s) const {
-    return static_cast<int64_t>(p.m.kv_heads) * tables.row[s].capacity * p.m.head_dim;
-  }
-  __device__ const T* part(int s, int kv, int q, int splits, int* begin, int* end) const {
-    const qwen_vl_decode_row& r = tables.row[s];
-    const int length = static_cast<int>(min(static_cast<int64_t>(r.length) + 1, r.capacity));
-    const int size = ((length + splits - 1) / splits + 15) / 16 * 16;
-    *begin = min(length, q * size);
-    *end = min(length, *begin + size);
-    const int64_t plane = layer * 2 * p.m.kv_heads + kv;
+  __device__ const T* keys_of(const Unit& u) const {
+    const qwen_vl_decode_row& r = tables.row[u.row];
+    const int64_t plane = layer * 2 * p.m.kv_heads + u.kv;
     return static_cast<const T*>(r.cache) + plane * r.capacity * p.m.head_dim;
   }
+  __device__ int64_t values_of(const Unit& u) const {
+    return static_cast<int64_t>(p.m.kv_heads) * tables.row[u.row].capacity * p.m.head_dim;
+  }
+  __device__ void attention() {
+    const int group = p.m.heads / p.m.kv_heads, dim = p.m.head_dim;
+    Unit u = unit;
+    for (int index = blockIdx.x; u.row >= 0;) {
+      const int64_t head = u.row * p.m.heads + u.kv * group;
+      attend<T>(p, static_cast<const T*>(p.q) + head * dim, group, keys_of(u), values_of(u),
+                u.begin, u.end, p.attention + (head * kMaxSplits + u.part) * dim,
+                p.attention_scale + head * kMaxSplits + u.part, shared + p.offset_act,
+                tables.edge);
+      index += gridDim.x;
+      u.row = -1;
+      if (index < unit_count) u = find_unit(index);
+    }
+  }
 
-  // Biases of this block's share of qkv.
-  __device__ void load_bias() {
-    const Share share(tables.range[kQkv]);
-    const int first = share.begin / share.per_tile, n = share.count / share.per_tile * kTile;
-    const T* bias = static_cast<const T*>(tables.layer[layer].bias);
-    for (int i = threadIdx.x; i < n; i += kThreads) {
-      const int half = i % kTile / 8;
-      tables.bias[i] = static_cast<float>(
-          bias[tile_row(p.m, kQkv, first + i / kTile) + i % 8 + half * (p.m.head_dim / 2)]);
+  // Biases of this block's share of qkv of a layer.
+  __device__ void load_bias(int of) {
+    const OpInfo& info = tables.op[kQkv];
+    const T* bias = static_cast<const T*>(tables.layer[of].bias);
+    int tile = info.first_tile;
+    for (int at = info.begin; at < info.end; at += info.per_tile, ++tile) {
+      const int i = threadIdx.x;
+      if (i < kTile)
+        tables.bias[(tile - info.first_tile) * kTile + i] = static_cast<float>(
+            bias[tile_row(p.m, kQkv, tile) + i % 8 + i / 8 * (p.m.head_dim / 2)]);
     }
   }
 
@@ -235,37 +239,47 @@ struct Step {
   }
 
   __device__ void begin_step() {
-    const int half = p.m.head_dim / 2;
-    for (int i = threadIdx.x; i < p.l.count * half; i += kThreads) {
-      const qwen_vl_decode_row& r = tables.row[i / half];
+    const int half = p.m.head_dim / 2, shift = p.m.head_dim == 128 ? 6 : 5;
+    for (int i = threadIdx.x; i < p.l.count << shift; i += kThreads) {
+      const qwen_vl_decode_row& r = tables.row[i >> shift];
       float2 turn;
-      sincosf(static_cast<float>(r.length + r.offset) * p.m.frequencies[i % half], &turn.y,
+      sincosf(static_cast<float>(r.length + r.offset) * p.m.frequencies[i & (half - 1)], &turn.y,
               &turn.x);
-      tables.rope[i / half][i % half] = turn;
+      tables.rope[i >> shift][i & (half - 1)] = turn;
     }
+    if (static_cast<int>(threadIdx.x) < p.l.count)
+      tables.splits[threadIdx.x] = split_count(tables.row[threadIdx.x].length + 1);
+    layer = 0;
+    load_bias(0);
+    __syncthreads();
+    unit_count = 0;
+    for (int s = 0; s < p.l.count; ++s) unit_count += tables.splits[s] * p.m.kv_heads;
+    unit = find_unit(blockIdx.x);
   }
 
-  __device__ void run_layer(bool first) {
+  __device__ void run_layer() {
     const qwen_vl_decode_layer& l = tables.layer[layer];
-    prefetch_vectors(layer + 1 < p.m.layers ? layer + 1 : 0);
-    load_bias();
-    stage_norm_of<T, kForm>(p, staged(), p.x[0], p.part_down, p.m.parts_down,
-                         first ? tables.token : nullptr, p.x[1], l.norm1, tables.squares);
+    const int next = layer + 1 < p.m.layers ? layer + 1 : 0;
+    stage_norm<T, kForm>(p, staged(), p.x[0], p.part_down, p.m.parts_down,
+                         layer == 0 ? tables.token : nullptr, p.x[1], l.norm1, tables.squares);
     multiply<kQkv>();
     barrier.arrive();
-    prefetch_attention();
+    prefetch_vectors(next);
+    if (unit.row >= 0)
+      prefetch_cache<T>(p, keys_of(unit), values_of(unit), unit.begin, unit.end);
     barrier.wait();
     attention();
     barrier.arrive();
     barrier.wait();
-    stage_attention<T, kForm>(p, staged(), part_count());
+    stage_attention<T, kForm>(p, staged(), tables.splits);
     multiply<kOut>();
     barrier.arrive();
     barrier.wait();
-    stage_norm_of<T, kForm>(p, staged(), p.x[1], p.part_out, p.m.parts_out, nullptr, p.x[0], l.norm2,
+    stage_norm<T, kForm>(p, staged(), p.x[1], p.part_out, p.m.parts_out, nullptr, p.x[0], l.norm2,
                          tables.squares);
     multiply<kGateUp>();
     barrier.arrive();
+    load_bias(next);
     barrier.wait();
     stage_copy<T, kForm>(p, staged());
     multiply<kDown>();
@@ -276,7 +290,7 @@ struct Step {
   // Logits, each block's best of them, and after a barrier the best of all: every block knows the
   // next token, the first one writes it down.
   __device__ void run_head(bool last) {
-    stage_norm_of<T, kHeadForm>(p, staged(), p.x[0], p.part_down, p.m.parts_down, nullptr, nullptr,
+    stage_norm<T, kHeadForm>(p, staged(), p.x[0], p.part_down, p.m.parts_down, nullptr, nullptr,
                              p.m.norm, tables.squares);
     best[0] = best[1] = no_logits();
     multiply<kHead>();
@@ -341,21 +355,12 @@ template <class T, int kForm, int kHeadForm>
 __global__ void __launch_bounds__(kThreads, 1) decode_step(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t shared[];
   Tables& tables = *reinterpret_cast<Tables*>(shared + p.offset_tables);
-  for (int i = threadIdx.x; i < kOps; i += kThreads)
-    tables.range[i] = p.m.ranges[i * p.m.blocks + blockIdx.x];
-  const int words = p.m.layers * static_cast<int>(sizeof(qwen_vl_decode_layer) / 8);
-  for (int i = threadIdx.x; i < words; i += kThreads)
-    reinterpret_cast<uint64_t*>(tables.layer)[i] =
-        reinterpret_cast<const uint64_t*>(p.m.layer)[i];
-  for (int s = threadIdx.x; s < p.l.count; s += kThreads) {
-    tables.row[s] = p.state[p.l.slot[s]];
-    tables.token[s] = tables.row[s].token;
-  }
+  fill_tables(p, tables);
   __syncthreads();
   Step<T, kForm, kHeadForm> step(p, shared, tables);
   for (int i = 0; i < p.l.steps; ++i) {
     step.begin_step();
-    for (step.layer = 0; step.layer < p.m.layers; ++step.layer) step.run_layer(step.layer == 0);
+    for (; step.layer < p.m.layers; ++step.layer) step.run_layer();
     step.run_head(i + 1 == p.l.steps);
   }
   wait_for(0);

@@ -63,6 +63,8 @@ struct Params {
   unsigned long long* arrived;
   int* stuck;
   int depth, slot_bytes, act_stride;
+  // 2^32 / n, rounded up: i / n is the high word of i * it, for all small i. 0 stands for n = 1.
+  uint32_t by_norm_units, by_attention, by_mlp, by_blocks;
   int offset_slots, offset_act, offset_sums, offset_tables;  // in shared memory, after the ring
 };
 
@@ -99,6 +101,9 @@ __device__ inline void wait_for(int left) {
 constexpr int kMaxDepth = 6;
 
 __device__ inline uint4 load16(const uint8_t* at) { return *reinterpret_cast<const uint4*>(at); }
+__device__ inline int divided(int i, uint32_t by) {
+  return by ? static_cast<int>(__umulhi(static_cast<uint32_t>(i), by)) : i;
+}
 __device__ inline void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }

@@ -116,7 +116,8 @@ int qwen_vl_decode_step(const qwen_vl_decode_model* model, const qwen_vl_decode_
 
 /* out = x * weight^T + bias for many rows: x T [rows][inputs], out T [rows][outputs], T by `dtype`
    as above. int8: scales float [outputs]. int4, int8_group: scales half [outputs][inputs / group],
-   zeros uint8 (int4) or int16 alike. */
+   zeros uint8 (int4) or int16 alike. Without x (NULL), out is the dequantised matrix itself,
+   T [outputs][inputs], and `rows` is 1. */
 typedef struct {
   const void *x, *weight, *scales, *zeros, *bias;
   void* out;

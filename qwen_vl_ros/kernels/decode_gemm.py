@@ -6,10 +6,14 @@ import ctypes
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qwen_vl_ros.kernels.decode import DTYPES
 from qwen_vl_ros.kernels.decode_layout import INT4
 from qwen_vl_ros.kernels.loader import KernelError, optional
+
+#: Rows from which on a Hopper GPU multiplies a dequantised copy with its own library's kernels.
+FEW_ROWS = 32
 
 _MESSAGE = 256
 
@@ -37,6 +41,9 @@ def quant_product(
     """
     Return ``x @ w.T + bias`` for quantised w, which is dequantised tile by tile on the way.
 
+    On a Hopper GPU, whose fastest products take both matrices from memory, many rows are
+    multiplied with a dequantised copy that lives as long as the call.
+
     :param x: bfloat16 or float16 [..., in] on a GPU.
     :param form: of :mod:`~qwen_vl_ros.kernels.decode_layout`: INT8, INT4 or INT8_GROUP.
     :param weight: codes [out, in], or [out, in / 2] of INT4.
@@ -45,28 +52,48 @@ def quant_product(
     :return: [..., out].
     :raises KernelError: for sizes that the kernel does not take (see :func:`serves`).
     """
+    inputs, outputs = x.shape[-1], weight.shape[0]
+    flat = x.reshape(-1, inputs).contiguous()
+    if flat.shape[0] > FEW_ROWS and torch.cuda.get_device_capability(x.device)[0] >= 9:
+        return F.linear(x, dequantised(form, weight, scales, zeros, inputs, x.dtype), bias)
+    out = torch.empty((flat.shape[0], outputs), dtype=x.dtype, device=x.device)
+    _call(flat, form, weight, scales, zeros, bias, inputs, out)
+    return out.view(*x.shape[:-1], outputs)
+
+
+def dequantised(form: int, weight: Tensor, scales: Tensor, zeros: Tensor | None, inputs: int,
+                dtype: torch.dtype) -> Tensor:
+    """
+    Return the matrix [out, in] that codes on a GPU stand for; parameters as above.
+
+    :param inputs: of the matrix.
+    :param dtype: bfloat16 or float16.
+    """
+    out = torch.empty((weight.shape[0], inputs), dtype=dtype, device=weight.device)
+    _call(None, form, weight, scales, zeros, None, inputs, out)
+    return out
+
+
+def _call(x: Tensor | None, form: int, weight: Tensor, scales: Tensor, zeros: Tensor | None,
+          bias: Tensor | None, inputs: int, out: Tensor) -> None:
     native = optional('qwen_vl_decode', 'a dequantised copy of each matrix')
     if native is None:
         raise KernelError('libqwen_vl_decode is not there')
-    inputs, outputs = x.shape[-1], weight.shape[0]
-    flat = x.reshape(-1, inputs).contiguous()
     codes = inputs // 2 if form == INT4 else inputs
     parts = [t for t in (weight, scales, zeros, bias) if t is not None]
     if weight.shape[1] != codes or any(
-            t.device != x.device or not t.is_contiguous() for t in parts):
+            t.device != out.device or not t.is_contiguous() for t in parts):
         raise KernelError(f'codes {list(weight.shape)} for {inputs} inputs, or not all tensors '
-                          f'contiguous on {x.device}')
-    out = torch.empty((flat.shape[0], outputs), dtype=x.dtype, device=x.device)
+                          f'contiguous on {out.device}')
     product = NativeProduct(
-        flat.data_ptr(), weight.data_ptr(), scales.data_ptr(),
+        None if x is None else x.data_ptr(), weight.data_ptr(), scales.data_ptr(),
         None if zeros is None else zeros.data_ptr(), None if bias is None else bias.data_ptr(),
-        out.data_ptr(), DTYPES.index(x.dtype), form, flat.shape[0], inputs, outputs,
-        0 if zeros is None else inputs // scales.shape[1])
+        out.data_ptr(), DTYPES.index(out.dtype), form, 1 if x is None else x.shape[0], inputs,
+        weight.shape[0], 0 if zeros is None else inputs // scales.shape[1])
     message = ctypes.create_string_buffer(_MESSAGE)
-    with torch.cuda.device(x.device):
-        stream = torch.cuda.current_stream(x.device).cuda_stream
+    with torch.cuda.device(out.device):
+        stream = torch.cuda.current_stream(out.device).cuda_stream
         code = native.qwen_vl_quant_gemm(ctypes.byref(product), ctypes.c_void_p(stream), message,
                                          ctypes.c_size_t(_MESSAGE))
     if code:
         raise KernelError(message.value.decode(errors='replace'), code)
-    return out.view(*x.shape[:-1], outputs)
