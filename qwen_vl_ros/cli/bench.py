@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Options of a stage that keep it short.
 QUICK = {'patches': ['--seconds', '0.3', '--threads', '1'], 'answer': ['--seconds', '1'],
-         'eval': ['--items', '10', '--keep', '1'], 'observe': ['--answers', '10', '--windows', '6'],
+         'eval': ['--items', '10', '--keep', '1'],
+         'observe': ['--answers', '10', '--windows', '6'],
          'roofline': ['--most-rows', '64'], 'interconnect': ['--most-bytes', '16777216']}
 
 
@@ -46,7 +47,8 @@ def add_parser(subparsers) -> None:
     parser.add_argument('--tolerance', type=float, default=0.1, metavar='SHARE',
                         help='smaller changes are noise (%(default)s)')
     parser.add_argument('--strict', action='store_true', help='exit code 1 when one regressed')
-    parser.add_argument('--render', action='store_true', help='only render benchmarks/README.md')
+    parser.add_argument('--render', action='store_true',
+                        help='only make benchmarks/README.md and the projection again')
     parser.add_argument('--compare', type=Path, nargs=2, metavar=('OLD', 'NEW'),
                         help='only compare two files')
     parser.add_argument('--list', action='store_true', help='name the stages')
@@ -68,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
         print('\n'.join(known))
         return 0
     if args.render:
+        _write_projection(folder / 'results')
         return _render(folder)
     for name in args.stages:
         if name not in known:
@@ -127,10 +130,12 @@ def _compare(before: list, after: list, args: argparse.Namespace) -> int:
 
 
 def _write_projection(folder: Path) -> None:
-    """Write what an Orin would need; it depends on no measurement of this machine."""
+    """Write what an Orin would need, by published efficiencies and by those of the records."""
+    from qwen_vl_ros.measure.efficiency import load_efficiencies
     from qwen_vl_ros.measure.headline import headline_records
 
-    rows = [json.dumps(record, ensure_ascii=False) for record in headline_records()]
+    rows = [json.dumps(record, ensure_ascii=False)
+            for record in headline_records(own=load_efficiencies(folder))]
     (folder / 'orin-projected.json').write_text('[\n' + ',\n'.join(rows) + '\n]\n',
                                                 encoding='utf-8')
 

@@ -64,6 +64,9 @@ def add_parser(subparsers) -> None:
                         help='list the published figures and how the projection meets them')
     parser.add_argument('--table', action='store_true',
                         help='answers/s of the 2B on --device, by mode, weights, size, length')
+    parser.add_argument('--results', type=Path, metavar='DIR',
+                        help='with --table: once more, from what the files of benchmark records '
+                             "there show of this engine's own kernels")
     parser.add_argument('--sweep', type=Path, metavar='DIR',
                         help='measure the saturation curve of this machine; writes PNG and JSON')
 
@@ -234,20 +237,39 @@ def _peers(args: argparse.Namespace) -> int:
 
 def _table(args: argparse.Namespace) -> int:
     from qwen_vl_ros.measure.devices import DEVICES
-    from qwen_vl_ros.measure.headline import format_headline, headline, headline_records
-    from qwen_vl_ros.measure.projection import ASSUMPTIONS
+    from qwen_vl_ros.measure.efficiency import Own, load_efficiencies
+    from qwen_vl_ros.measure.headline import (
+        format_headline,
+        headline,
+        headline_records,
+        own_assumptions,
+    )
+    from qwen_vl_ros.measure.projection import ASSUMPTIONS, Key
 
     if args.device not in DEVICES or not DEVICES[args.device].orin:
         raise CliError(f"--table is of an Orin; '{args.device}' is none")
+    own = None
+    if args.results:
+        try:
+            own = load_efficiencies(args.results)
+        except ValueError as error:
+            raise CliError(str(error)) from None
+    modes = tuple(DEVICES[args.device].modes)
     if args.json != '-':
-        rows = list(headline(args.device, tuple(DEVICES[args.device].modes)))
-        print(f'answers/s of Qwen2-VL-2B on {DEVICES[args.device].title}, projected:\n')
-        print(format_headline(rows))
-        print()
-        for assumption in ASSUMPTIONS:
-            print(f'assumes: {assumption}')
+        tables: list[tuple[str, dict[Key, Own] | None, list[str]]] = [
+            ('', None, list(ASSUMPTIONS))]
+        if own:
+            tables.append((", from this engine's own kernels", own, own_assumptions(own)))
+        for words, shares, assumptions in tables:
+            print(f'answers/s of Qwen2-VL-2B on {DEVICES[args.device].title}, projected{words}:\n')
+            print(format_headline(list(headline(args.device, modes, shares))))
+            print()
+            for assumption in assumptions:
+                print(f'assumes: {assumption}')
+        if args.results and not own:
+            print(f'no records in {args.results} show an efficiency of a GPU')
     if args.json:
-        _write(args.json, headline_records(args.device, tuple(DEVICES[args.device].modes)))
+        _write(args.json, headline_records(args.device, modes, own))
     return 0
 
 

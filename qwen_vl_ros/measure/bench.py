@@ -171,6 +171,14 @@ def headline_table(records: Sequence[Record]) -> str:
         'answers_per_s': r['value']} for r in records])
 
 
+def by_kernels(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Return projections by whose efficiencies they have."""
+    out: dict[str, list[Record]] = {}
+    for record in records:
+        out.setdefault(record['case'].get('kernels', 'published stacks'), []).append(record)
+    return out
+
+
 def render(folder: Path, readme: Path) -> list[Path]:
     """
     Put the tables of all results into a README between its marks, and draw a plot a machine.
@@ -198,12 +206,14 @@ def render(folder: Path, readme: Path) -> list[Path]:
         modes = [r for r in records if 'mode' in r['case'] and r['kind'] == 'projected']
         if modes:
             usual = [r for r in modes if r['case']['size'] == '640x480']
-            parts += ['Projected answers/s, 640x480:', '', headline_table(usual), '',
-                      *(f'* {line}' for line in modes[0].get('assumptions', ())), '']
+            for whose, rows in by_kernels(usual).items():
+                parts += [f'Projected answers/s, 640x480, efficiencies of {whose}:', '',
+                          headline_table(rows), '',
+                          *(f'* {line}' for line in rows[0].get('assumptions', ())), '']
         rest = [r for r in records if r not in modes]
         body = [tables(rest)] if rest else []
-        if modes:
-            body.append(headline_table(modes))
+        for whose, rows in by_kernels(modes).items():
+            body += [f'Efficiencies of {whose}:', '', headline_table(rows), '']
         parts += ['<details><summary>all figures</summary>', '', *body, '', '</details>', '']
     before, after = text.split(BEGIN)[0], text.split(END)[1]
     readme.write_text(f'{before}{BEGIN}\n\n' + '\n'.join(parts) + f'\n{END}{after}',

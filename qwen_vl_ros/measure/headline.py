@@ -7,8 +7,10 @@ from itertools import product
 from typing import Any
 
 from qwen_vl_ros.measure.devices import Mode, find_device
+from qwen_vl_ros.measure.efficiency import ORIN_PRODUCT, Own, for_format
 from qwen_vl_ros.measure.projection import (
     ASSUMPTIONS,
+    Key,
     NotValidatedError,
     Projected,
     project,
@@ -25,18 +27,31 @@ KEEPS = (1.0, 0.5, 0.33)
 ANSWERS = (1, 8, 33)
 
 
+#: Whose kernels a row is about.
+PUBLISHED, OURS = 'published stacks', 'this engine'
+
+
 def headline(device_name: str = 'orin-agx-64', modes: Sequence[str] = MODES,
-             ) -> Iterator[dict[str, Any]]:
+             own: Mapping[Key, Own] | None = None) -> Iterator[dict[str, Any]]:
     """
     Yield one row for each picture size, keep ratio, weight format, answer length and mode.
 
     A row has ``size``, ``keep``, ``format``, ``answer``, ``mode``, ``answers_per_s`` (projected)
     and ``limit_answers_per_s`` (computed: every stage at its roof).
+
+    :param own: measured efficiencies instead of the published ones; formats that lack one are
+        left out.
     """
     for size, keep, name, answer, mode_name in product(SIZES, KEEPS, FORMATS, ANSWERS, modes):
+        shares = None
+        if own is not None:
+            found = for_format(own, name)
+            if found is None:
+                continue
+            shares = {stage: one.share for stage, one in found.items()}
         device, mode_name, mode = find_device(device_name, mode_name)
         case = Case(SHAPES['2b'], name, size, keep, answer)
-        parts = project(case, device, mode)
+        parts = project(case, device, mode, shares)
         roof = sum(p.limit.ms * p.count for p in parts if not p.part_of)
         yield {'size': f'{size[0]}x{size[1]}', 'keep': keep, 'format': name, 'answer': answer,
                'mode': mode_name, 'answers_per_s': 1e3 / total_ms(parts),
@@ -44,22 +59,43 @@ def headline(device_name: str = 'orin-agx-64', modes: Sequence[str] = MODES,
 
 
 def headline_records(device_name: str = 'orin-agx-64', modes: Sequence[str] = MODES,
-                     ) -> list[dict[str, Any]]:
-    """Return the table as records of kind ``projected``, with the assumptions."""
+                     own: Mapping[Key, Own] | None = None) -> list[dict[str, Any]]:
+    """
+    Return the table as records of kind ``projected``, with the assumptions.
+
+    :param own: efficiencies of this engine's kernels: the same rows once more, from them.
+    """
     _, checks = validated()
     spread = {f'{stage} {kind}': round(check.spread, 3) for (stage, kind), check in checks.items()
               if check.good}
-    template = record('roofline', {}, 'answers_per_s', 0.0, '1/s', runs=0, kind='projected',
-                      assumptions=list(ASSUMPTIONS), deviation_of_published_figures=spread)
+    template = record('roofline', {}, 'answers_per_s', 0.0, '1/s', runs=0, kind='projected')
     template['machine'] = f'{find_device(device_name, None)[0].title}, projected: none was at hand'
     template['command'] = f'qwen_vl roofline --table --device {device_name} --json FILE'
+    published = {'assumptions': list(ASSUMPTIONS), 'deviation_of_published_figures': spread}
+    kinds: list[tuple[str, Mapping[Key, Own] | None, dict[str, Any]]] = [
+        (PUBLISHED, None, published)]
+    if own:
+        kinds.append((OURS, own, {'assumptions': own_assumptions(own)}))
     # One record is made and copied: git and the machine are asked only once.
-    return [template | {
-        'case': {'model': '2b', 'device': device_name, 'mode': row['mode'],
+    return [template | about | {
+        'case': {'model': '2b', 'device': device_name, 'kernels': whose, 'mode': row['mode'],
                  'dtype': row['format'], 'size': row['size'], 'keep': row['keep'],
                  'answer_tokens': row['answer']},
-        'value': round(row['answers_per_s'], 3),
-        'limit': round(row['limit_answers_per_s'], 3)} for row in headline(device_name, modes)]
+        'value': round(row['answers_per_s'], 3), 'limit': round(row['limit_answers_per_s'], 3)}
+        for whose, shares, about in kinds for row in headline(device_name, modes, shares)]
+
+
+def own_assumptions(own: Mapping[Key, Own]) -> list[str]:
+    """Return what a projection from measured efficiencies takes for granted."""
+    return [
+        ASSUMPTIONS[0],
+        *(f'{stage} with {kind} weights at {one.share:.1%}: '
+          + ('' if stage == 'token' else f'{ORIN_PRODUCT:.0%}, a large product on an Orin '
+             '(published), x ') + f'{one.measured:.1%}, {one.source}'
+          for (stage, kind), one in sorted(own.items())),
+        'kernels reach the same share of an Orin\'s roofs as of the machine they were timed on; '
+        'products there may be a library\'s, which has other code for an Orin',
+        *ASSUMPTIONS[2:]]
 
 
 def format_headline(rows: Sequence[dict[str, Any]]) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from qwen_vl_ros.cli.main import main
 from qwen_vl_ros.engine import costs
-from qwen_vl_ros.measure import headline, peers, projection
+from qwen_vl_ros.measure import efficiency, headline, peers, projection
 from qwen_vl_ros.measure.devices import DEVICES, find_device
 from qwen_vl_ros.measure.roofline import (
     SHAPES,
@@ -218,6 +218,40 @@ def test_the_headline_records_say_that_they_are_projected():
     records = headline.headline_records()
     assert {r['kind'] for r in records} == {'projected'}
     assert all(r['assumptions'] and r['deviation_of_published_figures'] for r in records)
+
+
+def share(stage, value, **case):
+    return {'stage': stage, 'metric': 'share_of_limit', 'value': value, 'kind': 'measured',
+            'machine': 'NVIDIA H200, driver 1', 'case': {'path': 'cuda', 'model': '2b', **case}}
+
+
+def test_own_efficiencies_come_from_records():
+    records = [
+        share('encoder', 0.7, dtype='bf16', size='1280x720'),
+        share('encoder', 0.6, dtype='bf16', size='640x480'),
+        share('encoder', 0.9, dtype='bf16', size='640x480', keep=0.5),
+        share('encoder', 0.5, dtype='bf16', size='640x480') | {'kind': 'projected'},
+        share('prefill', 0.5, dtype='bf16', size='640x480'),
+        share('decode', 0.8, dtype='bf16'), share('decode', 0.9, dtype='bf16', sequences=4),
+        share('decode', 0.6, dtype='int8'), share('decode', 1.7, dtype='int4'),
+        share('decode', 0.9, dtype='bf16') | {'case': {'path': 'cpu', 'dtype': 'bf16'}}]
+    own = efficiency.own_efficiencies(records)
+    assert {key: one.measured for key, one in own.items()} == {
+        ('encode', 'fp16'): 0.6, ('prefill', 'fp16'): 0.5, ('token', 'fp16'): 0.8,
+        ('token', 'w8'): 0.6}
+    assert own['encode', 'fp16'].share == pytest.approx(0.6 * 33.4 / 42.6)
+    assert own['token', 'fp16'].share == 0.8
+    assert efficiency.for_format(own, 'w4') is None  # its decoding was not timed
+    rows = list(headline.headline(own=own))
+    assert {r['format'] for r in rows} == {'fp16', 'w8'}
+    assert all(0 < r['answers_per_s'] < r['limit_answers_per_s'] for r in rows)
+    both = headline.headline_records(own=own)
+    ours = [r for r in both if r['case']['kernels'] == headline.OURS]
+    assert {r['kind'] for r in both} == {'projected'} and 0 < len(ours) < len(both)
+    words = ' '.join(ours[0]['assumptions'])
+    assert 'projected, not measured' in words and '60.0%, encoder' in words and 'H200' in words
+    assert efficiency.own_efficiencies([]) == {}
+    assert len(headline.headline_records(own={})) == len(both) - len(ours)
 
 
 # The command.
