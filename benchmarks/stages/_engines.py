@@ -30,24 +30,39 @@ def timed_engine(shape: str | None, device: str = 'auto', dtype: str = 'auto',
     :param shape: 2b or 7b with random weights on the GPU; ``None`` is models/tiny.
     :param options: of :class:`Options`.
     """
+    return timed_pair(shape, device, dtype, **options)[0]
+
+
+def timed_pair(shape: str | None, device: str = 'auto', dtype: str = 'auto',
+               **options: Any) -> tuple[Engine, Any]:
+    """
+    Return such an engine, and transformers' model over the same tensors.
+
+    :param shape: ``None`` gives no model of transformers; it loads models/tiny by itself.
+    """
     options = {'repetition_window': 0, **options}
     folder = share('models', 'tiny')
+    theirs = None
     try:
         if shape is None:
             engine = Engine.load(str(folder), device=device, dtype=dtype, **options)
         else:
-            engine = Engine(random_checkpoint(shape, folder), Options(**options))
+            checkpoint, theirs = random_checkpoint(shape, folder)
+            engine = Engine(checkpoint, Options(**options))
     except EngineError as error:
         raise CannotRun(error.message) from error
     engine.end_tokens = frozenset()
-    return engine
+    return engine, theirs
 
 
-def random_checkpoint(shape: str, like: Path, dtype: torch.dtype = torch.bfloat16) -> Checkpoint:
+def random_checkpoint(
+    shape: str, like: Path, dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Checkpoint, Any]:
     """
     Return an official shape with random weights on the GPU; speed does not depend on values.
 
     :param like: a checkpoint whose tokenizer is taken; ids beyond its vocabulary read as its own.
+    :return: for our engine, and transformers' model over the same tensors.
     :raises CannotRun: without a GPU.
     """
     if not torch.cuda.is_available():
@@ -62,11 +77,13 @@ def random_checkpoint(shape: str, like: Path, dtype: torch.dtype = torch.bfloat1
     words = [i for i in range(size) if spell(i) and i not in tokenizer.added_tokens_decoder]
     tokenizer.convert_ids_to_tokens = lambda i: spell(words[i % len(words)])
     model = random_model(wanted, dtype, device)
+    for key in ('image_token', 'video_token', 'vision_start_token', 'vision_end_token'):
+        setattr(model.config, f'{key}_id', getattr(small, key))
     tensors = {canonical(key): value for key, value in model.state_dict().items()}
     if wanted.tied:
         tensors.pop('lm_head.weight', None)
     return Checkpoint(config, tokenizer, template, tensors, f'random {shape}',
-                      json.dumps({'shape': shape}))
+                      json.dumps({'shape': shape})), model
 
 
 def picture(size: tuple[int, int], seed: int) -> np.ndarray:

@@ -28,15 +28,17 @@ class Reference:
 
     :param folder: a checkpoint.
     :param limits: least and most pixels of a resized picture.
+    :param model: made already; then the folder gives the tokenizer alone.
     """
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype,
-                 limits: tuple[int, int]) -> None:
+                 limits: tuple[int, int], model: Any = None) -> None:
         from transformers import AutoTokenizer, Qwen2VLForConditionalGeneration
 
         self.device = device
-        self.model = Qwen2VLForConditionalGeneration.from_pretrained(
-            folder, dtype=dtype).to(device).eval()
+        if model is None:
+            model = Qwen2VLForConditionalGeneration.from_pretrained(folder, dtype=dtype)
+        self.model = model.to(device).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.processor = PilProcessor(
             size={'shortest_edge': limits[0], 'longest_edge': limits[1]})
@@ -58,11 +60,17 @@ class Reference:
         return {name: value.to(self.device) for name, value in out.items()}
 
     @torch.inference_mode()
-    def answer(self, rgb: np.ndarray, question: str, tokens: int) -> list[int]:
-        """Answer greedily with exactly ``tokens`` tokens, picture processing included."""
+    def answer(self, rgb: np.ndarray, question: str, tokens: int,
+               static: bool = False) -> list[int]:
+        """
+        Answer greedily with exactly ``tokens`` tokens, picture processing included.
+
+        :param static: with a static cache, for which transformers compiles the decode step.
+        """
         inputs = self.inputs(rgb, question)
+        more = {'cache_implementation': 'static'} if static else {}
         made = self.model.generate(**inputs, do_sample=False, min_new_tokens=tokens,
-                                   max_new_tokens=tokens)
+                                   max_new_tokens=tokens, **more)
         return made[0, inputs['input_ids'].shape[1]:].tolist()
 
     @torch.inference_mode()

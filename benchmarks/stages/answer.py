@@ -2,30 +2,31 @@
 Whole answers and their parts (encoder, prefill, first token, decode) beside transformers.
 
 Both get the same picture and question, greedy, and give the same number of tokens, taken in turns.
-The picture is new each time: nothing is reused. On a CPU the shipped tiny model is timed, on a GPU
-the official 2B shape with random weights.
+The picture is new each time: nothing is reused. Ours go through the scheduler, timed by the
+client that reads the words: from the frame in host memory to the first and the last of them. On a
+CPU the shipped tiny model is timed, on a GPU the official 2B shape with random weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import tempfile
+import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks.records import CannotRun, Record, alternate, median, record
-from benchmarks.stages._reference import Reference, random_checkpoint
+from benchmarks.stages._engines import Camera, picture, timed_pair
+from benchmarks.stages._reference import Reference
 from qwen_vl_ros.engine.engine import Engine
-from qwen_vl_ros.engine.errors import EngineError
-from qwen_vl_ros.engine.types import Done, Request, Visual
+from qwen_vl_ros.engine.schedule import ScheduleOptions, Scheduler
+from qwen_vl_ros.engine.types import Delta, Done, Request, Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.share import share
 
-EAGER = 'transformers eager'
+EAGER, COMPILED = 'transformers eager', 'transformers static cache, compiled'
 QUESTION = 'what colour is the largest thing ?'
 
 
@@ -35,12 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--threads', type=int, help='of torch (its own choice)')
     parser.add_argument('--device', default='auto')
     parser.add_argument('--dtype', default='auto')
-    parser.add_argument('--model', type=Path, help='a checkpoint (models/tiny)')
     parser.add_argument('--shape', choices=('2b', '7b'),
                         help='random weights of this shape (on a GPU 2b)')
     parser.add_argument('--size', nargs='+', default=['320x240', '640x480'])
     parser.add_argument('--keep', type=float, nargs='+', default=[1.0, 0.5],
                         help='shares of the vision tokens; the baseline always sees all')
+    parser.add_argument('--clip', type=int, default=0, metavar='FRAMES',
+                        help='time a clip of so many frames as well (ours alone)')
+    parser.add_argument('--compiled', action='store_true',
+                        help='also against transformers with a static cache, compiled (minutes)')
+    parser.add_argument('--alone', action='store_true', help='without any baseline')
     parser.add_argument('--tokens', type=int, default=33, help='of an answer')
 
 
@@ -48,41 +53,26 @@ def run(args: argparse.Namespace) -> list[Record]:
     """Time all sizes."""
     if args.threads:
         torch.set_num_threads(args.threads)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = args.model or share('models', 'tiny')
-        where = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-        shape = args.shape or ('2b' if where.type == 'cuda' and not args.model else None)
-        if shape:
-            folder = random_checkpoint(Path(scratch) / shape, shape, folder, where)
-        try:
-            # Nothing may end an answer early: each has the same number of tokens.
-            engine = Engine.load(str(folder), device=args.device, dtype=args.dtype,
-                                 repetition_window=0)
-        except EngineError as error:
-            raise CannotRun(error.message) from error
-        engine.end_tokens = frozenset()
-        info = engine.info
-        reference = Reference(folder, engine.model.device, engine.model.dtype,
-                              (info.min_pixels, info.max_pixels))
-        found: list[Record] = []
-        for size in args.size:
-            width, height = map(int, size.split('x'))
-            found += one_size(engine, reference, args, (width, height),
-                              shape or folder.name)
-        engine.close()
+    on_gpu = torch.cuda.is_available() and args.device != 'cpu'
+    shape = args.shape or ('2b' if on_gpu else None)
+    engine, theirs = timed_pair(shape, args.device, args.dtype)
+    info = engine.info
+    reference = None if args.alone else Reference(
+        share('models', 'tiny'), engine.model.device, engine.model.dtype,
+        (info.min_pixels, info.max_pixels), theirs)
+    plan = Scheduler(engine, ScheduleOptions(1))
+    plan.start()
+    found: list[Record] = []
+    for size in args.size:
+        width, height = map(int, size.split('x'))
+        found += one_size(plan, reference, args, (width, height), shape or 'tiny')
+    plan.stop()
+    engine.close()
     return found
 
 
-def picture(size: tuple[int, int], seed: int) -> np.ndarray:
-    """Return a picture with large and small structure, another for each seed."""
-    rng = np.random.default_rng(seed)
-    width, height = size
-    coarse = rng.integers(0, 256, (height // 16 + 1, width // 16 + 1, 3), np.uint8)
-    return np.ascontiguousarray(np.repeat(np.repeat(coarse, 16, 0), 16, 1)[:height, :width])
-
-
 def ask(engine: Engine, rgb: np.ndarray, tokens: int, keep: float = 1.0) -> Timeline:
-    """Answer about a picture as if nothing had been asked before."""
+    """Answer about a picture as if nothing had been asked before, without the scheduler."""
     engine.forget()
     request = Request(QUESTION, (Visual((Frame.from_rgb(rgb),)),), max_new_tokens=tokens,
                       keep_ratio=keep)
@@ -94,54 +84,109 @@ def ask(engine: Engine, rgb: np.ndarray, tokens: int, keep: float = 1.0) -> Time
     raise CannotRun('the engine ended without an answer')
 
 
-def one_size(engine: Engine, reference: Reference, args: argparse.Namespace,
+def client(plan: Scheduler, visual: Visual, tokens: int,
+           keep: float = 1.0) -> tuple[float, float, Timeline]:
+    """
+    Answer about pictures that nobody has asked about before.
+
+    :return: milliseconds to the first words and to the last, and the timeline.
+    """
+    request = Request(QUESTION, (visual,), max_new_tokens=tokens, keep_ratio=keep)
+    first, started = 0.0, time.perf_counter()
+    for event in plan.answer(request):
+        if isinstance(event, Delta) and not first:
+            first = time.perf_counter() - started
+        elif isinstance(event, Done):
+            whole = time.perf_counter() - started
+            if len(event.answer.token_ids) != tokens:
+                raise CannotRun(
+                    f'{len(event.answer.token_ids)} tokens came, {tokens} were asked')
+            return first * 1e3, whole * 1e3, event.answer.timeline
+    raise CannotRun('the engine ended without an answer')
+
+
+def ours(plan: Scheduler, camera: Camera, frames: int, tokens: int, keep: float,
+         spans: dict[str, list[float]]) -> Callable[[int], None]:
+    """Return what times one of our answers; its parts go into ``spans``."""
+    def work(number: int) -> None:
+        visual = Visual(tuple(camera.frame() for _ in range(frames)))
+        first, whole, line = client(plan, visual, tokens, keep)
+        if number < 2:
+            return  # graphs are captured and products chosen
+        spans.setdefault('first', []).append(first)
+        spans.setdefault('whole', []).append(whole)
+        for name in ('encode', 'prefill'):
+            spans.setdefault(name, []).append(line.ms(name))
+        steps = [span.ms for span in line.spans if span.name == 'token']
+        spans.setdefault('token', []).append(sum(steps) / max(1, len(steps)))
+    return work
+
+
+def one_size(plan: Scheduler, reference: Reference | None, args: argparse.Namespace,
              size: tuple[int, int], model: str) -> list[Record]:
     """Time one picture size."""
-    pictures = [picture(size, seed) for seed in range(8)]
-    inputs = [reference.inputs(rgb, QUESTION) for rgb in pictures]
-    spans: dict[tuple[str, float], list[float]] = {}
-
-    def ours(tokens: int, keep: float) -> Callable[[int], None]:
-        def work(number: int) -> None:
-            line = ask(engine, pictures[number % 8], tokens, keep)
-            for name in ('encode', 'prefill', 'first_token'):
-                spans.setdefault((name, keep), []).append(line.ms(name))
-            spans.setdefault(('token', keep), []).extend(
-                span.ms for span in line.spans if span.name == 'token')
-        return work
-
     n = args.tokens
-    work: dict[str, Callable[[int], object]] = {
-        'answer theirs': lambda i: reference.answer(pictures[i % 8], QUESTION, n),
-        'first theirs': lambda i: reference.answer(pictures[i % 8], QUESTION, 1),
-        'encode theirs': lambda i: reference.encode(inputs[i % 8]),
-        'forward theirs': lambda i: reference.forward(inputs[i % 8])}
-    for keep in args.keep:
-        work[f'answer {keep}'] = ours(n, keep)
-        work[f'first {keep}'] = ours(1, keep)
-    times = alternate(work, args.seconds)
-    theirs = {name: median(times[f'{name} theirs'])
-              for name in ('answer', 'first', 'encode', 'forward')}
-    step = (theirs['answer'] - theirs['first']) / max(1, n - 1)
+    spans: dict[tuple[int, float], dict[str, list[float]]] = {}
+    work: dict[str, Callable[[int], object]] = {}
+    for frames in (1, args.clip) if args.clip else (1,):
+        for keep in args.keep:
+            own = spans[frames, keep] = {}
+            work[f'ours {frames} {keep}'] = ours(
+                plan, Camera(size, frames), frames, n, keep, own)
+    if reference is not None:
+        pictures = [picture(size, seed) for seed in range(8)]
+        inputs = [reference.inputs(rgb, QUESTION) for rgb in pictures]
+        work |= {
+            'answer theirs': lambda i: reference.answer(pictures[i % 8], QUESTION, n),
+            'first theirs': lambda i: reference.answer(pictures[i % 8], QUESTION, 1),
+            'encode theirs': lambda i: reference.encode(inputs[i % 8]),
+            'forward theirs': lambda i: reference.forward(inputs[i % 8])}
+        if args.compiled:
+            work['answer compiled'] = lambda i: reference.answer(
+                pictures[i % 8], QUESTION, n, static=True)
+            work['answer compiled'](0)
+    for name in [name for name in work if name.startswith('ours')]:
+        for number in range(2):
+            work[name](number)
+    times = alternate(work, args.seconds, rounds=6)
+    theirs: dict[str, float] = {}
+    if reference is not None:
+        theirs = {name: median(times[f'{name} theirs'])
+                  for name in ('answer', 'first', 'encode', 'forward')}
+        theirs['prefill'] = theirs['forward'] - theirs['encode']
+        theirs['step'] = (theirs['answer'] - theirs['first']) / max(1, n - 1)
     found = []
-    for keep in args.keep:
-        base = {'model': model, 'dtype': engine.info.dtype, 'size': f'{size[0]}x{size[1]}',
-                'keep': keep, 'path': engine.model.device.type,
-                'threads': torch.get_num_threads()}
-        note = 'the baseline sees all tokens' if keep < 1 else ''
+    for (frames, keep), own in spans.items():
+        base: dict[str, object] = {
+            'model': model, 'dtype': plan.engine.info.dtype, 'size': f'{size[0]}x{size[1]}',
+            'frames': frames, 'keep': keep, 'path': plan.engine.model.device.type,
+            'threads': torch.get_num_threads()}
+        found += records(own, base, theirs if frames == 1 else {}, n)
+        if 'answer compiled' in times and frames == 1:
+            found.append(record(
+                'answer', {**base, 'answer_tokens': n}, 'ms', median(own['whole']), 'ms',
+                times=own['whole'], baseline=(COMPILED, median(times['answer compiled']))))
+    return found
 
-        def add(stage: str, metric: str, own: list[float], other: float,
-                case: dict[str, object] = base, note: str = note) -> None:
-            found.append(record(stage, case, metric, median(own), 'ms', times=own,
-                                baseline=(EAGER, other), note=note))
 
-        whole = times[f'answer {keep}']
-        add('answer', 'ms', whole, theirs['answer'], {**base, 'answer_tokens': n})
+def records(own: dict[str, list[float]], base: dict[str, object], theirs: dict[str, float],
+            tokens: int) -> list[Record]:
+    """Return the records of one kind of answer."""
+    keep = base['keep']
+    less = bool(theirs) and isinstance(keep, float) and keep < 1
+    note = 'the baseline sees all tokens' if less else ''
+    found = []
+    for stage, metric, name, other in (
+            ('answer', 'ms', 'whole', 'answer'), ('first_token', 'ms', 'first', 'first'),
+            ('encoder', 'ms', 'encode', 'encode'), ('prefill', 'ms', 'prefill', 'prefill'),
+            ('decode', 'ms_per_token', 'token', 'step')):
+        case = {**base, 'answer_tokens': tokens} if stage == 'answer' else base
         found.append(record(
-            'answer', {**base, 'answer_tokens': n}, 'answers_per_s', 1e3 / median(whole), '1/s',
-            baseline=(EAGER, 1e3 / theirs['answer']), higher_is_better=True, note=note))
-        add('first_token', 'ms', times[f'first {keep}'], theirs['first'])
-        add('encoder', 'ms', spans['encode', keep], theirs['encode'])
-        add('prefill', 'ms', spans['prefill', keep], theirs['forward'] - theirs['encode'])
-        add('decode', 'ms_per_token', spans['token', keep], step)
+            stage, case, metric, median(own[name]), 'ms', times=own[name], note=note,
+            baseline=(EAGER, theirs[other]) if theirs else None))
+    whole = median(own['whole'])
+    found.append(record(
+        'answer', {**base, 'answer_tokens': tokens}, 'answers_per_s', 1e3 / whole, '1/s',
+        baseline=(EAGER, 1e3 / theirs['answer']) if theirs else None, higher_is_better=True,
+        runs=len(own['whole']), note=note))
     return found

@@ -61,7 +61,8 @@ def load_engine(settings: Settings) -> Any:
         selector=make_selector(
             settings.pruning_selector, model=model, head=settings.pruning_head_file,
             always=parse_region(settings.pruning_keep_region)),
-        preprocess=settings.preprocess_device,
+        preprocess=settings.preprocess_device, vision_engine=settings.vision_engine,
+        vision_quantization=settings.vision_quantization,
         max_sequences=settings.scheduler_max_sequences,
         cache_bytes=settings.scheduler_cache_mb * 10**6)
     engine.warm_up(sizes=[(640, 480)])

@@ -64,6 +64,15 @@ class Settings:
         'Where pictures become patch embeddings. auto measures both for every size of picture, '
         'and says in the log which it takes. gpu needs model.device cuda.',
         choices=('auto', 'cpu', 'gpu'))
+    vision_engine: str = parameter(
+        'vision.engine', 'native', CONFIGURE,
+        'What the encoder runs in. native: the package\'s kernels where there are any. tensorrt: '
+        'an engine built once for this GPU and vision.max_pixels; without TensorRT, native.',
+        choices=('native', 'torch', 'tensorrt'))
+    vision_quantization: str = parameter(
+        'vision.quantization', 'none', CONFIGURE,
+        'Type of the encoder\'s arithmetic. int8 is given up at load where it changes too much. '
+        'Approximate: can change answers.', choices=('none', 'int8'))
     vision_min_pixels: int = parameter(
         'vision.min_pixels', 3136, LIVE,
         'Smaller pictures are scaled up to this many pixels; pixels / 784 = tokens.',
