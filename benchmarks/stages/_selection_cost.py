@@ -62,6 +62,8 @@ def question(config: ModelConfig, head: SaliencyHead, method: str, kept: int, te
         'roi': head.flops(GRID_H, GRID_W, text), 'gradient': signals(UNITS),
         'contrast': signals(UNITS), 'saliency': signals(UNITS), 'threshold': signals(UNITS),
         'motion': signals(UNITS),
+        # One row of attention a unit, in one block.
+        'entropy': 4 * UNITS * 4 * kept * config.vision.width,
         'next_frame': signals(UNITS) + backward(config, kept, text, layers),
         'next_head': (signals(UNITS) + head.flops(GRID_H, GRID_W, text)
                       + backward(config, kept, text, layers)),

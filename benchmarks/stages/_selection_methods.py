@@ -1,5 +1,5 @@
 """
-Every way to choose units, over a batch of items of one family at once.
+Every way to choose units, over a batch of items at once.
 
 A method that decides before the encoder gives scores [N, T * 192], of which the largest are kept;
 the others (downsampling, dropping after the merger, two pictures) run the model themselves. None
@@ -8,7 +8,8 @@ of them sees an answer or an evidence mask, but 'oracle', which is named so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,27 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qwen_vl_ros.engine.patches import uniform_keep
-from qwen_vl_ros.frame import Frame
+from benchmarks.stages._selection_maps import Maps, uniform_ranks
 from qwen_vl_ros.roboscene.evaluate import earlier
 from qwen_vl_ros.roboscene.geometry import GRID_H, GRID_W, UNIT, UNITS
 from qwen_vl_ros.roboscene.items import Item
+from qwen_vl_ros.saliency import next_frame
 from qwen_vl_ros.saliency.droppers import dart, divprune, fastv
-from qwen_vl_ros.saliency.gradient import contrast, gradient_magnitude
 from qwen_vl_ros.saliency.head import SaliencyHead
-from qwen_vl_ros.saliency.motion import MotionSignal
-from qwen_vl_ros.saliency.next_frame import join, widen
-from qwen_vl_ros.saliency.select import UnitSelector, threshold_keep
 from tools.distil_head.batched import CLOSED, Picture, TinyBatch, grad_cam, right
 from tools.distil_head.coarse import shrink
-from tools.distil_head.roboscene import (
-    Group,
-    answer_kept,
-    encoded,
-    groups,
-    head_scores,
-)
+from tools.distil_head.group import Group, answer_kept, encoded, groups, head_scores
+from tools.distil_head.roboscene import widened
 from tools.train_tiny.data import item_batch
+from tools.train_tiny.model import mrope
 
 
 def first_margin(logits: Tensor, labels: Tensor) -> Tensor:
@@ -49,11 +42,12 @@ def first_margin(logits: Tensor, labels: Tensor) -> Tensor:
 @dataclass
 class Shown:
     """
-    Items of one family with all that does not depend on a checkpoint.
+    Items of one kind (stills or clips) with all that does not depend on a checkpoint.
 
-    :param maps: signal to float32 [N, T * 192] (gradient, contrast, saliency, motion, random,
-        uniform, oracle), computed by the shipped functions on the pictures.
-    :param before: the group one moment earlier, and its saliency map.
+    :param evidence: bool [N, T * 192].
+    :param maps: signal to float32 [N, T * 192].
+    :param before: the group one moment earlier.
+    :param shifts: [N, 2], how the picture moved since, in units.
     """
 
     items: list[Item]
@@ -61,74 +55,25 @@ class Shown:
     evidence: Tensor
     maps: dict[str, Tensor]
     before: Group
-    before_saliency: Tensor
     shifts: Tensor
-    threshold: Tensor
-
-    @property
-    def per_slice(self) -> int:
-        """Return the slices of an item."""
-        return self.group.slices
 
 
-def show(drawn: list[Item], device: torch.device, seed: int) -> Shown:
-    """Render items and what was there a moment before, and compute the cheap signals."""
+def show(drawn: list[Item], made: Sequence[Maps], device: torch.device, seed: int) -> Shown:
+    """Render items and what was there a moment before, and upload their signals."""
     group, = groups(item_batch(drawn), device)
-    past = [earlier(item) for item in drawn]
-    before, = groups(item_batch(past), device)
-    n, t = len(drawn), group.slices
-    frames, old = _frames(group.rgb), _frames(before.rgb)
-    selector, rng = UnitSelector(), np.random.default_rng((seed, 5))
-    names = ('gradient', 'contrast', 'saliency', 'motion', 'before', 'threshold')
-    found: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    shifts = []
-    for i in range(n):
-        now = [frames[i + s * n] for s in range(t)]
-        then = [old[i + s * n] for s in range(t)]
-        found['gradient'].append(gradient_magnitude(now, GRID_H, GRID_W))
-        found['contrast'].append(contrast(now, GRID_H, GRID_W))
-        found['saliency'].append(selector.saliency(now, GRID_H, GRID_W))
-        found['before'].append(selector.saliency(then, GRID_H, GRID_W))
-        found['threshold'].append(threshold_keep(found['gradient'][-1]))
-        shift, moved = _motion(then, now)
-        shifts.append(shift)
-        found['motion'].append(moved)
-    maps = {name: torch.from_numpy(np.stack(rows).reshape(n, -1)).to(device)
-            for name, rows in found.items()}
-    evidence = torch.zeros((n, t * UNITS), dtype=torch.bool)
+    before, = groups(item_batch([earlier(item) for item in drawn]), device)
+    n, units = len(drawn), group.slices * UNITS
+    maps = {name: torch.from_numpy(np.stack([m[name] for m in made])).to(device)
+            for name in made[0]}
+    evidence = np.zeros((n, units), bool)
     for i, item in enumerate(drawn):
         evidence[i, sorted(item.question.evidence)] = True
-    evidence = evidence.to(device)
-    noise = torch.from_numpy(rng.random((2, n, t * UNITS), np.float32)).to(device)
-    maps['random'] = noise[0]
-    maps['oracle'] = evidence + 0.5 * noise[1]
-    maps['uniform'] = _uniform_ranks(t).to(device).expand(n, -1)
-    return Shown(drawn, group, evidence, maps, before, maps.pop('before'),
-                 torch.tensor(np.array(shifts), device=device), maps.pop('threshold').bool())
-
-
-def _frames(rgb: Tensor) -> list[Frame]:
-    return [Frame.from_rgb(picture) for picture in rgb.cpu().numpy()]
-
-
-def _motion(then: list[Frame], now: list[Frame]) -> tuple[tuple[float, float], np.ndarray]:
-    """Return the shift seen (down, right) and the temporal difference of each slice."""
-    from qwen_vl_ros.saliency.next_frame import moved_since
-    signal = MotionSignal()
-    signal.kept(then[-1], np.ones(UNITS, bool), GRID_H, GRID_W)
-    maps = []
-    shift = (0.0, 0.0)
-    for frame in now:
-        shift, values = moved_since(signal, then[-1], frame, GRID_H, GRID_W)
-        maps.append(values)
-    return shift, np.stack(maps)
-
-
-def _uniform_ranks(slices: int) -> Tensor:
-    ranks = np.zeros(UNITS, np.float32)
-    for count in range(1, UNITS + 1):
-        ranks += uniform_keep((), (1, 2 * GRID_H, 2 * GRID_W), count / UNITS)
-    return torch.from_numpy(np.tile(ranks, slices))
+    seen = torch.from_numpy(evidence).to(device)
+    noise = np.random.default_rng((seed, 5)).random((2, n, units), np.float32)
+    random, fill = torch.from_numpy(noise).to(device)
+    ranks = torch.from_numpy(np.tile(uniform_ranks(), group.slices)).to(device)
+    maps |= {'random': random, 'oracle': seen + 0.5 * fill, 'uniform': ranks.expand(n, -1)}
+    return Shown(drawn, group, seen, maps, before, maps.pop('shift'))
 
 
 class Bench:
@@ -172,18 +117,26 @@ class Bench:
 
     def _grad_cam(self) -> Tensor:
         """Score by the whole picture's own Grad-CAM: costs more than it saves."""
-        values = grad_cam(self.model, [self.whole], self.group.tokens, self.group.labels,
-                          first_margin)[0]
-        return _widened(values, self.group.slices)
+        (values,), _ = grad_cam(self.model, [self.whole], self.group.tokens, self.group.labels,
+                                first_margin)
+        return widened(values, self.group.slices)
 
     def _window(self) -> Tensor:
         """Score by whether a unit lies in the best window of the head's map; filled up by it."""
         ranks = _ranks(self.scores('head')).view(-1, self.group.slices, GRID_H, GRID_W)
-        row, column = best_window(ranks.sum(1), WINDOW)
-        inside = torch.zeros_like(ranks)
-        for i, (r, c) in enumerate(zip(row.tolist(), column.tolist())):
-            inside[i, :, r:r + WINDOW[0], c:c + WINDOW[1]] = 1
+        row, column = (x[:, None, None, None] for x in best_window(ranks.sum(1), WINDOW))
+        r = torch.arange(GRID_H, device=ranks.device)[:, None]
+        c = torch.arange(GRID_W, device=ranks.device)
+        inside = ((r >= row) & (r < row + WINDOW[0]) & (c >= column) & (c < column + WINDOW[1]))
         return (inside * 2 + ranks).flatten(1)
+
+    def _entropy(self) -> Tensor:
+        """Score by the focus of attention in the middle of the encoder, a frame earlier."""
+        past = self.shown.before
+        focus = self.model.encode(past.rgb, entropy_of=len(self.model.model.blocks) // 2)[1]
+        newest = focus[past.rows()[:, -1]].view(-1, GRID_H, GRID_W)
+        moved = shifted(newest, self.shown.shifts, float(newest.max()))
+        return moved.flatten(1).repeat(1, self.group.slices)
 
     def next_frame(self, kept: int, head: bool) -> Tensor:
         """
@@ -194,21 +147,16 @@ class Bench:
         """
         shown, t = self.shown, self.group.slices
         past = shown.before
-        ranked = self._head_before() if head else shown.before_saliency
+        ranked = self._head_before() if head else shown.maps['before']
         keep = ranked.topk(kept * t, 1).indices.sort(1).values
-        rows = past.rows()
-        merged = self._kept_tokens(past, keep, rows)
-        values = grad_cam(self.model, [merged], past.tokens, past.labels, first_margin)[0]
-        grid = torch.zeros(keep.shape[0], t * UNITS, device=values.device)
-        real = merged.gate == 0 if merged.gate is not None else torch.ones_like(values)
-        grid.scatter_add_(1, merged.units, values * real)
-        cam = grid.view(-1, t, GRID_H, GRID_W).amax(1).cpu().numpy()
-        base = _ranks(self.scores('head' if head else 'saliency')).view(
-            -1, t, GRID_H, GRID_W).cpu().numpy()
-        moved = shown.maps['motion'].view(-1, t, GRID_H, GRID_W).cpu().numpy()
-        out = np.stack([join(c, tuple(s), m, b) for c, s, m, b in zip(
-            cam, shown.shifts.tolist(), moved, base)])
-        return torch.from_numpy(out.reshape(len(out), -1)).to(values.device)
+        picture = self._kept_tokens(past, keep, past.rows())
+        (values,), _ = grad_cam(self.model, [picture], past.tokens, past.labels, first_margin)
+        whole = torch.zeros(keep.shape[0], t * UNITS, device=values.device)
+        real = values if picture.gate is None else values * (picture.gate == 0)
+        whole.scatter_add_(1, picture.units, real)
+        cam = whole.view(-1, t, GRID_H, GRID_W).amax(1)
+        base = _ranks(self.scores('head' if head else 'saliency'))
+        return join(cam, shown.shifts, shown.maps['motion'], base)
 
     def _head_before(self) -> Tensor:
         return head_scores(self.head, self.embedding, self.shown.before)
@@ -242,9 +190,9 @@ class Bench:
     def grad_cam_2(self, kept: int) -> Tensor:
         """Keep merged tokens by Grad-CAM through the first two decoder layers."""
         if 'grad_cam_2' not in self._scores:
-            self._scores['grad_cam_2'] = _widened(grad_cam(
-                self.model, [self.whole], self.group.tokens, self.group.labels, first_margin,
-                2)[0], self.group.slices)
+            (values,), _ = grad_cam(self.model, [self.whole], self.group.tokens,
+                                    self.group.labels, first_margin, 2)
+            self._scores['grad_cam_2'] = widened(values, self.group.slices)
         scores = self._scores['grad_cam_2']
         return self.after_merger(scores.topk(kept * self.group.slices, 1).indices.sort(1).values)
 
@@ -256,7 +204,6 @@ class Bench:
         start, visual = len(model.prefix), self.whole.units.shape[1]
         rows = torch.arange(len(tokens), device=x.device)
         ask = start + visual + 1 + (labels >= 0).int().argmax(1)
-        from tools.train_tiny.model import mrope
         shape = model.model.shape
         q, k, _ = model.qkv(model.model.layers[1], x, *mrope(
             positions, shape.rope_theta, shape.sections))
@@ -275,7 +222,7 @@ class Bench:
     def threshold(self) -> Tensor:
         """Keep what is above 0.3 of the normalised gradient map, however much that is."""
         shown, t = self.shown, self.group.slices
-        gate = torch.where(shown.threshold, 0.0, CLOSED)
+        gate = torch.where(shown.maps['threshold'] > 0, 0.0, CLOSED)
         rows = self.group.rows()
         n = rows.shape[0]
         merged = self.model.encode(self.group.rgb[rows.flatten()], gate=gate.view(n * t, UNITS))
@@ -332,11 +279,13 @@ class Bench:
 
         :param grid: of a smaller picture, or of a window at (``row``, ``column``).
         """
-        if self.shown.items[0].question.family != 'pointing':
+        if self.group.slices != 1:
             return self.group.tokens, self.group.labels
-        from dataclasses import replace
         changed = []
         for i, item in enumerate(self.shown.items):
+            if item.question.family != 'pointing':
+                changed.append(item)
+                continue
             thing = next(t for t in item.scenes[0].things if t.name in item.question.text)
             u, v = (c / UNIT for c in thing.centre)
             if row is None or column is None:
@@ -379,9 +328,32 @@ def _ranks(values: Tensor) -> Tensor:
     return values.argsort(1).argsort(1).float() / (values.shape[1] - 1)
 
 
-def _widened(values: Tensor, slices: int) -> Tensor:
-    return torch.from_numpy(np.stack([widen(x) for x in values.view(
-        -1, slices, GRID_H, GRID_W).cpu().numpy()]).reshape(len(values), -1)).to(values.device)
+def shifted(maps: Tensor, shifts: Tensor, border: float) -> Tensor:
+    """Move maps [N, rows, columns] by (down, right) [N, 2] in units, bilinearly."""
+    n, rows, columns = maps.shape
+    theta = maps.new_zeros((n, 2, 3))
+    theta[:, 0, 0] = theta[:, 1, 1] = 1
+    theta[:, 0, 2] = -2 * shifts[:, 1] / (columns - 1)
+    theta[:, 1, 2] = -2 * shifts[:, 0] / (rows - 1)
+    where = F.affine_grid(theta, [n, 1, rows, columns], align_corners=True)
+    return F.grid_sample(maps[:, None] - border, where, align_corners=True)[:, 0] + border
+
+
+def join(cam: Tensor, shifts: Tensor, motion: Tensor, base: Tensor) -> Tensor:
+    """
+    Do :func:`saliency.next_frame.join` for a batch.
+
+    :param cam: [N, rows, columns]; the others [N, T * 192], ``base`` as ranks.
+    """
+    t = motion.shape[1] // UNITS
+    peak = cam.flatten(1).amax(1).clamp(min=1e-20)[:, None]
+    known = (widened(cam.flatten(1), 1) / peak).sqrt().view(-1, GRID_H, GRID_W)
+    known = shifted(known, shifts, 0.0).flatten(1).repeat(1, t)
+    unseen = motion >= next_frame.UNSEEN
+    usual = motion.masked_fill(unseen, torch.nan).nanquantile(0.5, dim=1, keepdim=True)
+    stands_out = (motion - 2 * usual.nan_to_num(0.0)).clamp(min=0).masked_fill(unseen, 0.0)
+    new = (widened(stands_out, t) / next_frame.MOVED).clamp(max=1.0)
+    return base + next_frame.KNOWN * known + new + 0.2 * unseen
 
 
 def _index(mask: Tensor) -> Tensor:

@@ -11,18 +11,23 @@ All eight families, three seeds, both tiny checkpoints; docs/accuracy.md is made
 from __future__ import annotations
 
 import argparse
+import os
 import time
-from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from benchmarks.records import CannotRun, Record, record
-from qwen_vl_ros.roboscene.evaluate import wilson
+from benchmarks.records import CannotRun, Record, write
+from benchmarks.stages._selection_maps import MapMakers, Maps
+from benchmarks.stages._selection_tally import Tally
 from qwen_vl_ros.roboscene.geometry import UNITS
-from qwen_vl_ros.roboscene.items import items
+from qwen_vl_ros.roboscene.items import Item, items
 from qwen_vl_ros.roboscene.questions import FAMILIES
+from qwen_vl_ros.saliency.selectors import FILE
 from qwen_vl_ros.share import share
+
+if TYPE_CHECKING:
+    from benchmarks.stages._selection_methods import Bench
 
 #: Share of the units kept, and how many of 192 that is.
 BUDGETS = {0.75: 144, 0.5: 96, 0.33: 63, 0.22: 42, 0.11: 21}
@@ -30,7 +35,7 @@ BUDGETS = {0.75: 144, 0.5: 96, 0.33: 63, 0.22: 42, 0.11: 21}
 BEFORE = ('random', 'uniform', 'gradient', 'contrast', 'saliency', 'head', 'window', 'grad_cam',
           'oracle')
 #: Methods that use the frame before; 'next_head' asks the head as well.
-CLIP = ('motion', 'next_frame', 'next_head')
+CLIP = ('motion', 'entropy', 'next_frame', 'next_head')
 #: Methods that see all merged tokens, and those that show other pictures.
 AFTER = ('divprune', 'dart', 'fastv', 'grad_cam_2')
 OTHER = ('downsample', 'downsample_trained', 'roi')
@@ -38,133 +43,116 @@ METHODS = (*BEFORE, *CLIP, *AFTER, *OTHER)
 #: More budgets for the methods that are held to a goal, in units.
 FINE = {'head': (54, 66, 72), 'next_frame': (54, 66, 72), 'next_head': (54, 66, 72),
         'downsample': (54, 72), 'downsample_trained': (54, 72), 'oracle': (72,), 'saliency': (72,)}
-CHUNK = 200
-
-#: (model, method, kept) -> family -> [right of each item].
-Hits = dict[tuple[str, str, int], dict[str, list[np.ndarray]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument('--items', type=int, default=400, help='of each family and seed')
+    parser.add_argument('--items', type=int, default=150, help='of each family and seed')
     parser.add_argument('--seeds', type=int, default=3, help='sets of items and random draws')
     parser.add_argument('--models', nargs='+', default=['tiny', 'tiny-dense'],
                         choices=('tiny', 'tiny-dense'))
     parser.add_argument('--methods', nargs='+', default=list(METHODS), choices=METHODS)
     parser.add_argument('--head', type=Path, help='another head than the one beside models/tiny')
-    parser.add_argument('--coarse-seconds', type=float, default=75.0,
+    parser.add_argument('--coarse-seconds', type=float, default=40.0,
                         help="train a copy of 'tiny' on smaller pictures for the baseline (0: no)")
     parser.add_argument('--wall', type=int, default=40,
                         help='answers timed for each method, one at a time (0: none)')
+    parser.add_argument('--batch', type=int, default=1100, help='items that run at a time')
+    parser.add_argument('--workers', type=int, default=min(10, os.cpu_count() or 1),
+                        help='processes that compute the signals')
+    parser.add_argument('--most-seconds', type=float, default=0.0,
+                        help='begin no further seed after that long (0: all of them)')
+    parser.add_argument('--partial', type=Path, metavar='FILE',
+                        help='write the records after every seed')
     parser.add_argument('--device', default='auto')
 
 
 def run(args: argparse.Namespace) -> list[Record]:
     """Score everything and return the records."""
+    makers = MapMakers(args.workers)
+    drawn = plan(args)
+    # Made while the copy for smaller pictures is trained.
+    made = {key: makers.start(rows) for key, rows in drawn.items()}
+    try:
+        return _run(args, drawn, made)
+    finally:
+        makers.close()
+
+
+def plan(args: argparse.Namespace) -> dict[tuple[int, str], list[Item]]:
+    """Return the items of every seed, stills and clips apart."""
+    return {(seed, kind): [item for f in FAMILIES if (f == 'change') == (kind == 'clips')
+                           for item in items(f, 'test', args.items, seed)]
+            for seed in range(args.seeds) for kind in ('stills', 'clips')}
+
+
+def _run(args: argparse.Namespace, drawn: dict[tuple[int, str], list[Item]],
+         made: dict[tuple[int, str], Iterator[Maps]]) -> list[Record]:
     import torch
 
     from benchmarks.stages._selection_methods import Bench, show
     from qwen_vl_ros.engine.device import pick_device
     from qwen_vl_ros.saliency.head import SaliencyHead
-    from qwen_vl_ros.saliency.selectors import FILE
     from tools.distil_head.batched import TinyBatch
     from tools.distil_head.coarse import adapted
 
+    begun = time.monotonic()
     device = pick_device(args.device)
     file = args.head or share('models', 'tiny') / FILE
     if not file.exists():
         raise CannotRun(f'{file} is missing; tools/distil_head makes it')
     head = SaliencyHead.load(file).to(device)
-    models = {name: TinyBatch(share('models', name), device) for name in args.models}
     coarse = None
-    if args.coarse_seconds > 0 and 'tiny' in models and 'downsample_trained' in args.methods:
+    if args.coarse_seconds > 0 and 'tiny' in args.models and 'downsample_trained' in args.methods:
         coarse = adapted(share('models', 'tiny'), device, args.coarse_seconds)
-    hits: Hits = defaultdict(lambda: defaultdict(list))
-    recall: dict[tuple[str, str, int], list[np.ndarray]] = defaultdict(list)
-    kept_share: list[float] = []
-    words: list[float] = []
-    begun = time.monotonic()
-    with torch.inference_mode(False), torch.no_grad():
+    models = {name: TinyBatch(share('models', name), device) for name in args.models}
+    tally = Tally()
+    found: list[Record] = []
+    seeds = 0
+    with torch.no_grad():
         for seed in range(args.seeds):
-            for family in FAMILIES:
-                drawn = list(items(family, 'test', args.items, seed))
-                for at in range(0, len(drawn), CHUNK):
-                    shown = show(drawn[at:at + CHUNK], device, seed)
-                    words.append(float((shown.group.labels >= 0).int().argmax(1).float().mean()))
-                    kept_share.append(float(shown.threshold.float().mean()))
+            if args.most_seconds and time.monotonic() - begun > args.most_seconds:
+                break
+            for kind in ('stills', 'clips'):
+                rows, maps = drawn[seed, kind], list(made[seed, kind])
+                for at in range(0, len(rows), args.batch):
+                    part = slice(at, at + args.batch)
+                    shown = show(rows[part], maps[part], device, seed)
+                    tally.look(shown)
                     for name, model in models.items():
                         bench = Bench(model, head, shown, coarse if name == 'tiny' else None)
-                        _score(name, bench, family, args.methods, hits, recall)
+                        _score(name, bench, args.methods, tally)
+            seeds += 1
+            found = tally.records(args, head, len(next(iter(models.values())).prefix), seeds)
+            if args.partial:
+                write(args.partial, found)
             print(f'seed {seed}: {time.monotonic() - begun:.0f} s', flush=True)
-    text = len(next(iter(models.values())).prefix) + 2 + round(float(np.mean(words)))
-    found = _records(args, hits, recall, head, text, float(np.mean(kept_share)))
     if args.wall:
         from benchmarks.stages._selection_wall import wall
         found += wall(args, file)
     return found
 
 
-def _score(model: str, bench, family: str, methods: list[str], hits: Hits, recall) -> None:
-    """Run every method and budget over one batch of items."""
-    shown, slices = bench.shown, bench.group.slices
-    has = shown.evidence.any(1)
-    hits[model, 'full', UNITS][family].append(bench.full.cpu().numpy())
+def _score(model: str, bench: Bench, methods: list[str], tally: Tally) -> None:
+    """Run every method over one batch of items."""
+    tally.count(model, 'full', UNITS, bench.shown, bench.full)
     if 'gradient' in methods:
-        hits[model, 'threshold', 0][family].append(bench.threshold().cpu().numpy())
+        tally.count(model, 'threshold', 0, bench.shown, bench.threshold())
     for method in methods:
-        for kept in sorted({*BUDGETS.values(), *FINE.get(method, ())}):
-            if method in BEFORE or method in CLIP:
-                scores = (bench.next_frame(kept, method == 'next_head')
-                          if method.startswith('next') else bench.scores(method))
-                keep = scores.topk(kept * slices, 1).indices.sort(1).values
-                good = bench.right_with(keep)
-                share_seen = shown.evidence.gather(1, keep).sum(1) / shown.evidence.sum(1).clamp(
-                    min=1)
-                recall[model, method, kept].append(share_seen[has].cpu().numpy())
-            else:
-                good = getattr(bench, method)(kept)
+        _score_one(model, bench, method, tally)
+
+
+def _score_one(model: str, bench: Bench, method: str, tally: Tally) -> None:
+    """Run a method at all its budgets."""
+    shown, slices = bench.shown, bench.group.slices
+    for kept in sorted({*BUDGETS.values(), *FINE.get(method, ())}):
+        if method not in BEFORE and method not in CLIP:
+            good = getattr(bench, method)(kept)
             if good is not None:
-                hits[model, method, kept][family].append(good.cpu().numpy())
-
-
-def _records(args, hits: Hits, recall, head, text: int, share_kept: float) -> list[Record]:
-    from benchmarks.stages import _selection_cost as cost
-    from qwen_vl_ros.engine.config import load_config
-
-    config = load_config(share('models', 'tiny'))
-    full = cost.encoder(config, [UNITS]) + cost.prefill(config, UNITS, text)
-    found = []
-    for (model, method, kept), families in hits.items():
-        whole = {f: np.concatenate(hits[model, 'full', UNITS][f]) for f in families}
-        coarse = hits.get((model, 'downsample_trained', kept)) or hits.get(
-            (model, 'downsample', kept), {})
-        own = {f: np.concatenate(rows) for f, rows in families.items()}
-        missed = [own[f][~np.concatenate(coarse[f])] for f in own if f in coarse]
-        below, spread = _paired(own, whole)
-        lost = np.concatenate(missed) if missed else np.zeros(0)
-        flops = cost.question(config, head, method, kept or round(share_kept * UNITS), text)
-        seen = recall.get((model, method, kept))
-        found.append(record(
-            'selection',
-            {'model': model, 'method': method, 'kept': kept or round(share_kept * UNITS),
-             'items': args.items, 'seeds': args.seeds},
-            'accuracy', float(np.mean([x.mean() for x in own.values()])), 'share',
-            runs=sum(map(len, own.values())), higher_is_better=True,
-            baseline=('all tokens', float(np.mean([x.mean() for x in whole.values()]))),
-            flops_share=round(flops / full, 4), below_full=round(below, 5),
-            below_full_95=round(1.96 * spread, 5),
-            evidence_recall=None if seen is None else round(float(np.concatenate(seen).mean()), 4),
-            where_downsampling_fails=None if not len(lost) else
-            [round(float(lost.mean()), 4), *(round(x, 4) for x in wilson(int(lost.sum()),
-                                                                         len(lost)))],
-            families={f: [round(float(x.mean()), 4),
-                          *(round(y, 4) for y in wilson(int(x.sum()), len(x)))]
-                      for f, x in own.items()}))
-    return found
-
-
-def _paired(own: dict[str, np.ndarray], whole: dict[str, np.ndarray]) -> tuple[float, float]:
-    """Return how far the mean of families lies below the full frame's, and its standard error."""
-    gaps = [whole[f].astype(float) - own[f] for f in own]
-    error = np.sqrt(sum(g.var() / len(g) for g in gaps)) / len(gaps)
-    return float(np.mean([g.mean() for g in gaps])), float(error)
+                tally.count(model, method, kept, shown, good)
+            continue
+        scores = (bench.next_frame(kept, method == 'next_head')
+                  if method.startswith('next') else bench.scores(method))
+        keep = scores.topk(kept * slices, 1).indices.sort(1).values
+        tally.count(model, method, kept, shown, bench.right_with(keep),
+                    shown.evidence.gather(1, keep).sum(1))

@@ -73,7 +73,8 @@ class HeadSignal:
         self._dtype = dtype
         self._engine: Engine | None = None
         self._words: OrderedDict[str, Tensor] = OrderedDict()
-        self._graphs: dict[tuple[int, ...], _Graph] = {}
+        #: Recorded nets by the shape of their input; empty on a CPU.
+        self.graphs: dict[tuple[int, ...], _Graph] = {}
         # Questions may be planned on several threads; a recorded net has one set of buffers.
         self._lock = threading.Lock()
 
@@ -102,7 +103,7 @@ class HeadSignal:
         self.head = self.head.to(device, self._dtype)
         self._engine = engine
         self._words.clear()
-        self._graphs.clear()
+        self.graphs.clear()
 
     @torch.inference_mode()
     def __call__(self, frames: Sequence[Frame], rows: int, columns: int, question: str
@@ -129,9 +130,9 @@ class HeadSignal:
             if device.type != 'cuda':
                 return self.head(given.to(self._dtype), words).float().numpy()
             key = tuple(given.shape)
-            if key not in self._graphs:
-                self._graphs[key] = _Graph(self.head, given, words)
-            return self._graphs[key].run(given, words)
+            if key not in self.graphs:
+                self.graphs[key] = _Graph(self.head, given, words)
+            return self.graphs[key].run(given, words)
 
     def _summary(self, question: str) -> Tensor:
         """Return the question as the net takes it, [1, 2 * width]."""
@@ -176,3 +177,11 @@ class _Graph:
         self._graph.replay()
         return self._out.cpu().numpy()
 
+    def replay_ms(self, count: int) -> list[float]:
+        """Return the milliseconds of so many replays on the device."""
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        for end in ends:
+            self._graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        return [ends[i].elapsed_time(ends[i + 1]) for i in range(count)]

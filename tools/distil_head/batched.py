@@ -261,12 +261,13 @@ def log_probability(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def grad_cam(batch: TinyBatch, pictures: Sequence[Picture], tokens: Tensor, labels: Tensor,
-             target=margins, count: int | None = None) -> list[Tensor]:
+             target=margins, count: int | None = None) -> tuple[list[Tensor], Tensor]:
     """
-    Return relu(sum of gradient x activation) of every picture's merged tokens, float32 [B, V].
+    Return relu(sum of gradient x activation) of every picture's merged tokens, and the logits.
 
     :param target: from logits and labels to one value an item.
     :param count: decoder layers to pass; ``None`` is all.
+    :return: (float32 [B, V] of each picture, logits [B, L, vocab]).
     """
     with torch.enable_grad():
         leaves = [p.merged.detach().clone().requires_grad_() for p in pictures]
@@ -274,4 +275,5 @@ def grad_cam(batch: TinyBatch, pictures: Sequence[Picture], tokens: Tensor, labe
             [Picture(leaf, p.units, p.grid, p.gate) for leaf, p in zip(leaves, pictures)], tokens)
         logits = batch.logits(batch.layers(x, positions, gate, count), tokens.shape[1])
         grads = torch.autograd.grad(target(logits, labels).sum(), leaves)
-    return [F.relu((g.float() * leaf.detach().float()).sum(-1)) for g, leaf in zip(grads, leaves)]
+    maps = [F.relu((g.float() * leaf.detach().float()).sum(-1)) for g, leaf in zip(grads, leaves)]
+    return maps, logits.detach()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,11 @@ from torch import Tensor
 
 from qwen_vl_ros.roboscene.geometry import GRID_H, GRID_W, UNIT
 from tools.distil_head.batched import Picture, TinyBatch
-from tools.distil_head.roboscene import groups
-from tools.train_tiny.data import Mix, batches, tokenizer
+from tools.distil_head.group import Group, groups
+from tools.train_tiny.data import Batch, Mix, batches, tokenizer
 
 #: Rows and columns of the smaller pictures, and how often each is trained on.
-GRIDS = (((7, 9), .4), ((8, 9), .15), ((6, 7), .2), ((4, 5), .1), ((8, 12), .15))
+GRIDS = (((7, 9), .5), ((7, 10), .1), ((6, 7), .15), ((4, 5), .1), ((8, 12), .15))
 
 
 def shrink(rgb: Tensor, grid: tuple[int, int]) -> Tensor:
@@ -51,11 +52,13 @@ def coarse_bins(grid: tuple[int, int], device: torch.device) -> Tensor:
 
 
 def adapted(folder: Path, device: torch.device, seconds: float, *, stills: int = 160,
-            clips: int = 24, workers: int = 12, lr: float = 4e-4, steps: int = 0) -> TinyBatch:
+            clips: int = 24, workers: int = 12, lr: float = 7e-4, steps: int = 0,
+            feed: Iterator[Batch] | None = None) -> TinyBatch:
     """
     Train a copy on smaller pictures.
 
     :param seconds: of training; with ``steps``, so many steps instead.
+    :param feed: batches of training scenes; ``None`` draws them by ``workers`` processes.
     :return: in the dtype that the device answers in.
     """
     copy = TinyBatch(folder, device, torch.float32)
@@ -63,10 +66,12 @@ def adapted(folder: Path, device: torch.device, seconds: float, *, stills: int =
     tables = {grid: coarse_bins(grid, device) for grid, _ in GRIDS}
     optimizer = torch.optim.AdamW(copy.model.parameters(), lr=lr, betas=(0.9, 0.95),
                                   weight_decay=0.02, fused=device.type == 'cuda')
-    begin, step, rng = time.monotonic(), 0, np.random.default_rng(3)
-    feed = batches(300, 0, Mix(stills, clips), workers)
+    rng = np.random.default_rng(3)
+    drawn = feed or batches(300, 0, Mix(stills, clips), workers)
+    next(drawn)  # workers take seconds to start: that is no time of training
+    begin, step = time.monotonic(), 0
     losses: list[Tensor] = []
-    for batch in feed:
+    for batch in drawn:
         done = step / steps if steps else min(1.0, (time.monotonic() - begin) / seconds)
         if done >= 1:
             break
@@ -82,7 +87,8 @@ def adapted(folder: Path, device: torch.device, seconds: float, *, stills: int =
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
         step += 1
-    feed.close()
+    if feed is None:
+        drawn.close()
     if losses:
         print(f'smaller pictures: {step} steps, loss {float(losses[0]):.3f} to '
               f'{float(torch.stack(losses[-50:]).mean()):.3f}', flush=True)
@@ -94,7 +100,7 @@ def adapted(folder: Path, device: torch.device, seconds: float, *, stills: int =
     return copy
 
 
-def _loss(copy: TinyBatch, group, grid: tuple[int, int], table: Tensor) -> Tensor:
+def _loss(copy: TinyBatch, group: Group, grid: tuple[int, int], table: Tensor) -> Tensor:
     merged = copy.encode(shrink(group.rgb, grid))[group.rows()].flatten(1, 2)
     units = torch.arange(merged.shape[1], device=merged.device).expand(len(merged), -1)
     labels = torch.where(group.labels >= 0, table[group.labels.clamp(min=0)], -1)

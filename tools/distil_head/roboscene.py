@@ -2,7 +2,7 @@
 Distil the light head of a tiny checkpoint on rendered training scenes, on one GPU.
 
     python -m tools.distil_head.roboscene --model models/tiny --out models/tiny \\
-        --cam-seconds 45 --answer-seconds 75
+        --teach-seconds 25 --cam-seconds 16 --answer-seconds 26
 
 Two stages, both with the frozen checkpoint as the only teacher; where the evidence lies is never
 looked at:
@@ -19,8 +19,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -30,99 +29,24 @@ from torch import Tensor
 
 from qwen_vl_ros.measure.record import commit, machine
 from qwen_vl_ros.roboscene import questions as q
-from qwen_vl_ros.roboscene.geometry import GRID_H, GRID_W, UNIT, UNITS
+from qwen_vl_ros.roboscene.geometry import GRID_H, GRID_W, UNITS
 from qwen_vl_ros.roboscene.items import items
-from qwen_vl_ros.saliency.head import SAMPLES, SaliencyHead, channels
+from qwen_vl_ros.saliency.head import SaliencyHead
 from qwen_vl_ros.saliency.selectors import FILE
 from tools.distil_head.batched import Picture, TinyBatch, grad_cam, right
-from tools.train_tiny.data import Batch, Mix, batches, encode, item_batch
-from tools.train_tiny.step import render_batch
+from tools.distil_head.group import (
+    Group,
+    answer_kept,
+    encoded,
+    groups,
+    head_scores,
+)
+from tools.train_tiny.data import Batch, Mix, batches, item_batch
 
 #: Kept units a slice and how often, in the second stage.
 BUDGETS = ((21, .12), (42, .2), (63, .43), (84, .25))
 #: Units under the border that the second stage still computes.
 NEAR = 40
-_SUFFIX = len(encode('<|im_end|>\n<|im_start|>assistant\n'))
-
-
-@dataclass
-class Group:
-    """
-    Items of one kind: stills or clips, one question each.
-
-    :param rgb: uint8 [B * T, 336, 448, 3], all first slices before all second ones.
-    :param samples: the head's input [B * T, 6, 84, 112].
-    :param which: int64 [N], the picture (or clip) of each item.
-    :param tokens: int64 [N, L]; ``labels`` alike.
-    """
-
-    slices: int
-    rgb: Tensor
-    samples: Tensor
-    which: Tensor
-    tokens: Tensor
-    labels: Tensor
-
-    def rows(self) -> Tensor:
-        """Return [N, T], the rows of ``rgb`` of each item."""
-        count = self.rgb.shape[0] // self.slices
-        return self.which[:, None] + torch.arange(
-            self.slices, device=self.which.device) * count
-
-
-def samples_of(rgb: Tensor) -> Tensor:
-    """Return RGB at seven samples a unit: uint8 [B, 28 r, 28 c, 3] -> [B, 3, 7 r, 7 c]."""
-    return F.avg_pool2d(rgb.permute(0, 3, 1, 2).float(), UNIT // SAMPLES)
-
-
-def groups(batch: Batch, device: torch.device, asked: int = 0) -> Iterator[Group]:
-    """
-    Render a batch and split it into stills and clips.
-
-    :param asked: questions a picture, from the first on; 0 takes all.
-    """
-    rgb, _ = render_batch(batch, device)
-    small = samples_of(rgb)
-    stills = batch.tokens[0].shape[0]
-    for kind in range(2):
-        count = batch.tokens[kind].shape[0]
-        if not count:
-            continue
-        part = slice(0, stills) if kind == 0 else slice(stills, None)
-        if kind == 0:
-            other = None
-        else:
-            first, second = small[part].chunk(2)
-            other = torch.cat((second, first))
-        most = asked or batch.tokens[kind].shape[1]
-        tokens, labels = (torch.from_numpy(x[kind][:, :most]).to(device)
-                          for x in (batch.tokens, batch.labels))
-        which = torch.arange(count, device=device).repeat_interleave(tokens.shape[1])
-        yield Group(kind + 1, rgb[part], channels(small[part], other), which,
-                    tokens.flatten(0, 1), labels.flatten(0, 1))
-
-
-def question_mask(labels: Tensor) -> Tensor:
-    """Return bool [N, L]: the words of the question alone."""
-    first = (labels >= 0).int().argmax(1, keepdim=True)
-    return torch.arange(labels.shape[1], device=labels.device) <= first - _SUFFIX
-
-
-def head_scores(head: SaliencyHead, embedding: Tensor, group: Group) -> Tensor:
-    """Return the head's scores [N, T * 192] of all items."""
-    words = head.words(F.embedding(group.tokens, embedding), question_mask(group.labels))
-    rows = group.rows()
-    n, t = rows.shape
-    # One item's slices lie side by side.
-    scores = head(group.samples[rows.flatten()], words.repeat_interleave(t, 0))
-    return scores.reshape(n, t * UNITS)
-
-
-def encoded(model: TinyBatch, group: Group) -> tuple[Tensor, Tensor]:
-    """Return merged tokens [N, T * 192, dim] and their unit indices of whole pictures."""
-    merged = model.encode(group.rgb)[group.rows()].flatten(1, 2)
-    units = torch.arange(merged.shape[1], device=model.device).expand(merged.shape[0], -1)
-    return merged, units
 
 
 def teacher(model: TinyBatch, group: Group, power: float = 0.5) -> tuple[Tensor, Tensor]:
@@ -134,12 +58,15 @@ def teacher(model: TinyBatch, group: Group, power: float = 0.5) -> tuple[Tensor,
     with torch.no_grad():
         merged, units = encoded(model, group)
         picture = Picture(merged, units)
-    values = grad_cam(model, [picture], group.tokens, group.labels)[0]
-    with torch.no_grad():
-        good = right(model.answer([picture], group.tokens), group.labels)
-    wide = F.max_pool2d(values.view(-1, group.slices, GRID_H, GRID_W), 3, 1, 1).flatten(1)
-    mixed = (0.7 * values + 0.3 * wide + 1e-9) ** power
-    return mixed / mixed.sum(1, keepdim=True), good
+    (values,), logits = grad_cam(model, [picture], group.tokens, group.labels)
+    mixed = (widened(values, group.slices) + 1e-9) ** power
+    return mixed / mixed.sum(1, keepdim=True), right(logits, group.labels)
+
+
+def widened(values: Tensor, slices: int) -> Tensor:
+    """Do :func:`saliency.next_frame.widen` for a batch [N, T * 192]."""
+    wide = F.max_pool2d(values.view(-1, slices, GRID_H, GRID_W), 3, 1, 1).flatten(1)
+    return 0.7 * values + 0.3 * wide
 
 
 def listwise(scores: Tensor, target: Tensor, good: Tensor) -> Tensor:
@@ -210,32 +137,6 @@ def accuracy(model: TinyBatch, score, count: int, budgets=(63, 22), seed: int = 
     return table
 
 
-def answer_kept(model: TinyBatch, group: Group, keep: Tensor) -> Tensor:
-    """
-    Return logits when only ``keep`` (int64 [N, K], ascending, over all slices) is shown.
-
-    Slices of a clip may keep different counts: they are padded with closed gates.
-    """
-    rows = group.rows()
-    if group.slices == 1:
-        merged = model.encode(group.rgb[rows[:, 0]], keep)
-        return model.answer([Picture(merged, keep)], group.tokens)
-    parts, units, closed = [], [], []
-    for s in range(group.slices):
-        inside = keep // UNITS == s
-        most = int(inside.sum(1).max())
-        order = (~inside).int().sort(dim=1, stable=True).indices[:, :most]
-        own = keep.gather(1, order)
-        real = inside.gather(1, order)
-        local = torch.where(real, own - s * UNITS, 0)
-        gate = torch.where(real, 0.0, -1e4)
-        parts.append(model.encode(group.rgb[rows[:, s]], local, gate))
-        units.append(local + s * UNITS)
-        closed.append(gate)
-    picture = Picture(torch.cat(parts, 1), torch.cat(units, 1), gate=torch.cat(closed, 1))
-    return model.answer([picture], group.tokens)
-
-
 class Distiller:
     """Model, head and optimiser."""
 
@@ -255,50 +156,92 @@ class Distiller:
                      else SaliencyHead(self.embedding.shape[1])).to(self.device)
         self.log: list[dict[str, float | str]] = []
 
-    def run(self, stage: str, seconds: float, lr: float, asked: int) -> int:
-        """Train one stage for so many seconds; returns the steps taken."""
-        args = self.args
-        optimizer = torch.optim.AdamW(self.head.parameters(), lr=lr, weight_decay=0.01,
-                                      betas=(0.9, 0.98))
-        begin, step, done = time.monotonic(), 0, 0.0
-        generator = torch.Generator().manual_seed(args.seed)
-        recent: list[Tensor] = []
+    def learn_maps(self, teach_seconds: float, seconds: float, lr: float = 2e-3) -> None:
+        """
+        Learn the teacher's maps: let it make some, then go over them again and again.
+
+        A map costs the teacher ten times what the head's step on it costs.
+
+        :param teach_seconds: of making maps; with ``--steps``, one batch.
+        :param seconds: of learning; with ``--steps``, so many steps.
+        """
+        begin, taught = time.monotonic(), []
         for batch in self.feed:
-            for group_of in optimizer.param_groups:
-                warm = min(1.0, (step + 1) / 30)
-                group_of['lr'] = lr * warm * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+            for group in groups(batch, self.device):
+                target, good = teacher(self.model, group)
+                group.samples = group.samples.half()
+                group.pictures, group.rgb = group.rgb.shape[0], group.rgb[:0]
+                taught.append((group, target.half(), good))
+            if self.args.steps or time.monotonic() - begin > teach_seconds:
+                break
+        print(f'{sum(len(t) for _, t, _ in taught)} maps in {time.monotonic() - begin:.0f} s',
+              flush=True)
+        order = torch.Generator().manual_seed(self.args.seed)
+        for step in self._steps('cam', seconds, lr):
+            group, target, good = taught[int(torch.randint(len(taught), (), generator=order))]
+            with self._autocast():
+                scores = head_scores(self.head, self.embedding, group)
+            # Clips are few and would weigh as much as stills.
+            share = 1.0 if group.slices == 1 else 0.3
+            step(share * listwise(scores.float(), target.float(), good))
+
+    def learn_answers(self, seconds: float, lr: float = 1e-3) -> None:
+        """Learn to keep the answers' log-probability high; see :func:`gated_loss`."""
+        generator = torch.Generator().manual_seed(self.args.seed)
+        steps = self._steps('answer', seconds, lr)
+        for step, batch in zip(steps, self.feed):
             roll = float(torch.rand((), generator=generator))
             kept = next((k for i, (k, _) in enumerate(BUDGETS)
                          if roll < sum(w for _, w in BUDGETS[:i + 1])), BUDGETS[-1][0])
-            losses = []
-            for group in groups(batch, self.device, asked):
-                scores = head_scores(self.head, self.embedding, group)
-                if stage == 'cam':
-                    losses.append(listwise(scores, *teacher(self.model, group)))
-                else:
-                    heat = 0.6 * (1 - done) + 0.2
-                    losses.append(gated_loss(self.model, group, scores, kept, heat,
-                                             0.5 * (1 - done)))
-            loss = losses[0] + 0.2 * losses[1] if len(losses) > 1 else losses[0]
+            heat, noise = 0.6 * (1 - self.done) + 0.2, 0.5 * (1 - self.done)
+            losses = [gated_loss(self.model, group, head_scores(self.head, self.embedding, group),
+                                 kept, heat, noise)
+                      for group in groups(batch, self.device, self.args.asked)]
+            step(losses[0] + 0.2 * losses[-1] if len(losses) > 1 else losses[0])
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16,
+                              enabled=self.device.type == 'cuda')
+
+    def _steps(self, stage: str, seconds: float, lr: float
+               ) -> Iterator[Callable[[Tensor], None]]:
+        """Yield a function that takes one step down a loss, until the time or the steps are up."""
+        args = self.args
+        optimizer = torch.optim.AdamW(self.head.parameters(), lr=lr, weight_decay=0.01,
+                                      betas=(0.9, 0.98))
+        begin, recent, count = time.monotonic(), [], 0
+        self.done = 0.0
+
+        def take(loss: Tensor) -> None:
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             recent.append(loss.detach())
-            step += 1
+
+        while self.done < 1:
+            for part in optimizer.param_groups:
+                warm = min(1.0, (count + 1) / 40)
+                part['lr'] = lr * warm * 0.5 * (1 + math.cos(math.pi * self.done))
+            yield take
+            count += 1
             spent = time.monotonic() - begin
-            done = min(1.0, spent / seconds) if not args.steps else step / args.steps
-            if step in (1, 10) or step % 50 == 0 or done >= 1:
+            self.done = min(1.0, count / args.steps if args.steps else spent / seconds)
+            if count in (1, 50) or count % 200 == 0 or self.done >= 1:
                 mean = float(torch.stack(recent).mean())
                 recent.clear()
-                self.log.append({'stage': stage, 'step': step, 'loss': round(mean, 4),
+                self.log.append({'stage': stage, 'step': count, 'loss': round(mean, 4),
                                  'seconds': round(spent, 1)})
                 print(self.log[-1], flush=True)
                 if not math.isfinite(mean):
-                    raise RuntimeError(f'the loss is not finite at step {step}')
-            if done >= 1:
-                break
-        return step
+                    raise RuntimeError(f'the loss is not finite at step {count}')
+
+    def save(self) -> None:
+        """Write the head with a note of how it was made."""
+        last = {str(x['stage']): x['step'] for x in self.log}
+        self.head.save(self.args.out / FILE, {
+            'checkpoint': self.args.model.name, 'commit': commit(), 'machine': machine(),
+            'steps': ', '.join(f'{v} {k}' for k, v in last.items()), 'licence': 'Apache-2.0'})
 
     def score(self, group: Group) -> Tensor:
         """Return the head's scores of a group."""
@@ -320,8 +263,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument('--model', type=Path, default=Path('models/tiny'), help='(%(default)s)')
     p.add_argument('--out', type=Path, required=True, help=f'folder that gets {FILE}')
     p.add_argument('--resume', action='store_true', help='go on from the head in --out')
-    p.add_argument('--cam-seconds', type=float, default=45.0, help='of the first stage')
-    p.add_argument('--answer-seconds', type=float, default=75.0, help='of the second stage')
+    p.add_argument('--teach-seconds', type=float, default=25.0, help='of making maps')
+    p.add_argument('--cam-seconds', type=float, default=16.0, help='of learning them')
+    p.add_argument('--answer-seconds', type=float, default=26.0, help='of the second stage')
     p.add_argument('--steps', type=int, default=0, help='steps of each stage, whatever they take')
     p.add_argument('--stills', type=int, default=128, help='pictures a step')
     p.add_argument('--clips', type=int, default=12, help='two-slice clips a step')
@@ -340,15 +284,15 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     distiller = Distiller(args)
-    tables, steps = {}, []
-    plan = (('cam', args.cam_seconds, 2e-3, 0), ('answer', args.answer_seconds, 1e-3, args.asked))
-    for stage, seconds, lr, asked in plan:
-        if seconds <= 0:
+    tables = {}
+    for stage in ('cam', 'answer'):
+        if stage == 'cam' and args.cam_seconds > 0:
+            distiller.learn_maps(args.teach_seconds, args.cam_seconds)
+        elif stage == 'answer' and args.answer_seconds > 0:
+            distiller.learn_answers(args.answer_seconds)
+        else:
             continue
-        steps.append(distiller.run(stage, seconds, lr, asked))
-        distiller.head.save(args.out / FILE, {
-            'checkpoint': args.model.name, 'commit': commit(), 'machine': machine(),
-            'steps': ' + '.join(map(str, steps)), 'licence': 'Apache-2.0'})
+        distiller.save()
         if args.eval_items:
             tables[stage] = distiller.show(stage)
     distiller.feed.close()
