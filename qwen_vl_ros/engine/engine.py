@@ -18,6 +18,7 @@ from qwen_vl_ros.engine.constrain import Constraints
 from qwen_vl_ros.engine.cuda_decoder import make_decoder
 from qwen_vl_ros.engine.device import is_out_of_memory, pick_device, pick_dtype
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode, one_line
+from qwen_vl_ros.engine.hand_over import make_hand_over
 from qwen_vl_ros.engine.kv_cache import CachePool, KVCache
 from qwen_vl_ros.engine.model import Model, Placed
 from qwen_vl_ros.engine.options import ModelInfo, Options, cache_count, check_options
@@ -59,7 +60,8 @@ class Engine:
         #: Ids that end an answer: those of the config and both that Qwen's template knows.
         self.end_tokens = frozenset(checkpoint.config.eos_tokens) | {
             vocabulary[t] for t in ('<|im_end|>', '<|endoftext|>') if t in vocabulary}
-        self.model = Model(checkpoint, options.preprocess)
+        device = next(iter(checkpoint.tensors.values())).device
+        self.model = Model(checkpoint, options.preprocess, make_hand_over(options, device))
         quantize_language(self.model.language, quantization)
         self.model.decoder = make_decoder(self.model.language)
         self.vision_engine = self._choose_vision()

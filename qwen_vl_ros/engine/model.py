@@ -1,4 +1,4 @@
-"""Both halves of a model on one device, with the stages that a request passes through."""
+"""Both halves of a model, with the stages that a request passes through."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from qwen_vl_ros.engine.prompt import Prompt, VisualToken
 from qwen_vl_ros.engine.stages import DeviceClock
 from qwen_vl_ros.engine.vision import VisionEncoder
 from qwen_vl_ros.measure.timeline import Timeline
+from qwen_vl_ros.measure.transport import HandOver
 
 #: First index of a visual in the kept prompt, one past its last, and its merged tokens.
 Placed = tuple[tuple[int, int], Tensor]
@@ -32,10 +33,19 @@ class Model:
 
     :param checkpoint: its tensors are taken over.
     :param preprocess: where pictures are made into patches: cpu, gpu or auto (see Offload).
+    :param hand_over: from the encoder's device to the decoder's, where they are two.
     """
 
-    def __init__(self, checkpoint: Checkpoint, preprocess: str = 'auto') -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, preprocess: str = 'auto',
+        hand_over: HandOver | None = None,
+    ) -> None:
         self.config = checkpoint.config
+        self.hand_over = hand_over
+        if hand_over is not None:
+            checkpoint.tensors.update({
+                name: tensor.to(hand_over.source)
+                for name, tensor in checkpoint.tensors.items() if name.startswith('visual.')})
         self.offload = Offload(
             checkpoint.tensors['visual.patch_embed.proj.weight'], preprocess)
         self.vision = VisionEncoder(checkpoint.config.vision, checkpoint.tensors)
@@ -66,6 +76,7 @@ class Model:
         """
         area = visual.grid[1] * visual.grid[2]
         slices = (part.first_slice, part.end_slice)
+        clock = clock.beside(self.vision.device)
         sent = self.offload.upload_bytes(prepared, *slices)
         with clock.stage('upload', bytes_read=sent, bytes_written=sent):
             self.offload.upload(prepared, *slices)
@@ -78,6 +89,8 @@ class Model:
             units = None if part.units is None else torch.from_numpy(part.units)
             grid = (part.end_slice - part.first_slice, *visual.grid[1:])
             features = self.vision.encode(x, grid, units)
+            if self.hand_over is not None:
+                features = self.hand_over(features)
             return features, torch.isfinite(features).all()
 
     def encode(

@@ -65,6 +65,9 @@ class Options:
     :param selector: chooses units where a request's keep_ratio is under 1.
     :param preprocess: where pictures become patch embeddings: cpu, gpu, or auto, which measures
         both for every size of picture (see offload.py).
+    :param encoder_device: of the encoder, where it is not the decoder's: cpu or cuda:N.
+    :param interconnect: file of ``qwen_vl interconnect --json``: how bytes go between the two;
+        empty is one direct copy.
     :param vision_quantization: of the encoder, none or int8; approximate, and given up at load
         where it changes merged tokens too much (see quantize_vision.py).
     :param vision_engine: what the encoder runs in: native (kernels where there are any), torch or
@@ -81,6 +84,8 @@ class Options:
     cache_bytes: int = 0
     selector: Selector = uniform_keep
     preprocess: str = 'auto'
+    encoder_device: str = ''
+    interconnect: str = ''
     vision_quantization: str = 'none'
     vision_engine: str = 'native'
 

@@ -34,6 +34,10 @@ class DeviceClock:
             self._origin.record(torch.cuda.current_stream(device))
             self._origin_ns = time.monotonic_ns()
 
+    def beside(self, device: torch.device) -> DeviceClock:
+        """Return a clock for the same request's stages on another device."""
+        return self if device == self._device else DeviceClock(self._timeline, device)
+
     @contextmanager
     def stage(self, name: str, **cost: Any) -> Iterator[None]:
         """Time a block of device work; ``cost`` as in :meth:`Timeline.stage`."""

@@ -159,7 +159,7 @@ class HandOver:
         self, source: torch.device, target: torch.device,
         tuning: Sequence[dict[str, Any]] = (),
     ) -> None:
-        self.target = target
+        self.source, self.target = source, target
         self._mover = Mover((source, target))
         self._tuning = [row for row in tuning if not row['both']]
 
