@@ -1,0 +1,171 @@
+"""
+Draw docs/images/accuracy-*.png and fill in the tables of docs/accuracy.md from the records.
+
+    python tools/plot_accuracy.py --results benchmarks/results/h200.json
+
+Needs matplotlib. Nothing is computed here that the records (stage 'selection') do not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / 'docs' / 'accuracy.md'
+IMAGES = ROOT / 'docs' / 'images'
+
+#: Method to (name in plots and tables, when it decides).
+NAMES = {
+    'head': ('light head', 'before'), 'next_frame': ('next frame (no head)', 'before'),
+    'next_head': ('next frame and head', 'before'), 'saliency': ('contrast + gradient', 'before'),
+    'gradient': ('gradient magnitude', 'before'), 'contrast': ('contrast', 'before'),
+    'motion': ('temporal difference', 'before'),
+    'entropy': ('attention entropy, last frame', 'before'),
+    'uniform': ('uniform grid', 'before'), 'random': ('random (PatchDropout)', 'before'),
+    'threshold': ('gradient over 0.3', 'before'), 'window': ('best window in place', 'before'),
+    'roi': ('overview + crop (stills)', 'two pictures'),
+    'downsample': ('downsampling', 'smaller picture'),
+    'downsample_trained': ('downsampling, trained for it', 'smaller picture'),
+    'divprune': ('DivPrune', 'after merger'), 'dart': ('DART', 'after merger'),
+    'fastv': ('FastV', 'in decoder'), 'grad_cam_2': ('gradient, 2 layers', 'after merger'),
+    'grad_cam': ('Grad-CAM, same frame', 'teacher'), 'oracle': ('evidence mask', 'oracle')}
+BUDGETS = (144, 96, 63, 42, 21)
+DRAWN = ('head', 'next_frame', 'saliency', 'gradient', 'random', 'downsample_trained',
+         'divprune', 'dart', 'fastv', 'grad_cam', 'oracle')
+
+Rows = dict[tuple[str, str, int], dict[str, Any]]
+
+
+def load(path: Path) -> Rows:
+    """Return the accuracy records by checkpoint, method and units kept."""
+    found = json.loads(path.read_text())
+    return {(r['case']['model'], r['case']['method'], r['case']['kept']): r for r in found
+            if r['stage'] == 'selection' and r['metric'] == 'accuracy'}
+
+
+def curve(rows: Rows, model: str, method: str) -> list[dict[str, Any]]:
+    """Return a method's records, cheapest first."""
+    own = [r for (m, n, _), r in rows.items() if (m, n) == (model, method)]
+    return sorted(own, key=lambda r: r['flops_share'])
+
+
+def draw(rows: Rows, model: str, path: Path) -> None:
+    """Draw accuracy against FLOPs with scoring, and by family, for one checkpoint."""
+    import matplotlib
+    matplotlib.use('Agg')
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(3, 3, figsize=(13, 10.5))
+    first = axes[0][0]
+    whole = rows[model, 'full', 192]
+    colours = pyplot.get_cmap('tab20')
+    for number, method in enumerate(DRAWN):
+        own = curve(rows, model, method)
+        if not own:
+            continue
+        style = {'oracle': '--', 'grad_cam': ':'}.get(method, '-')
+        width = 2.5 if method == 'head' else 1.2
+        for axis, family in [(first, ''), *zip(axes.flat[1:], whole['families'])]:
+            values = [(r['flops_share'], r['families'][family][0] if family else r['value'])
+                      for r in own if not family or family in r['families']]
+            axis.plot(*zip(*values), style, color=colours(number), linewidth=width, marker='.',
+                      label=NAMES[method][0])
+    for axis, family in [(first, 'mean of families'), *zip(axes.flat[1:], whole['families'])]:
+        level = whole['value'] if axis is first else whole['families'][family][0]
+        axis.axhline(level, color='grey', linewidth=0.8)
+        axis.set_title(family, fontsize=10)
+        axis.set_xlim(0, 1.6)
+        axis.grid(alpha=0.3)
+    first.axvline(0.35, color='grey', linestyle=':', linewidth=0.8)
+    for axis in axes[2]:
+        axis.set_xlabel('FLOPs of the full frame, scoring included')
+    figure.legend(*first.get_legend_handles_labels(), loc='lower center', ncol=6, fontsize=9)
+    figure.suptitle(f'models/{model}: exact match', fontsize=12)
+    figure.tight_layout(rect=(0, 0.05, 1, 0.98))
+    figure.savefig(path, dpi=75)
+    pyplot.close(figure)
+
+
+def table(rows: Rows, model: str) -> str:
+    """Return the table of all methods and budgets of one checkpoint."""
+    whole = rows[model, 'full', 192]
+    lines = [f"All tokens: {whole['value']:.3f} (mean of families, {whole['runs']} items).", '',
+             '| method | decides | ' + ' | '.join(f'{k / 192:.0%}' for k in BUDGETS)
+             + ' | FLOPs at 33 % | evidence kept at 33 % | right where downsampling fails |',
+             '|---|---|' + '---|' * (len(BUDGETS) + 3)]
+    for method, (name, when) in NAMES.items():
+        own = {k: rows[model, method, k] for k in BUDGETS if (model, method, k) in rows}
+        third = own.get(63)
+        if method == 'threshold' and (over := curve(rows, model, method)):
+            kept = over[0]['case']['kept']
+            lines.append(f"| {name}, keeps {kept / 192:.0%} on average | {when} | "
+                         f"{over[0]['value']:.3f} | | | | | {over[0]['flops_share']:.2f} | | |")
+        if third is None:
+            continue
+        saved = third['where_downsampling_fails']
+        lines.append(' | '.join([
+            f'| {name}', when, *(f"{own[k]['value']:.3f}" for k in BUDGETS),
+            f"{third['flops_share']:.2f}",
+            '' if third['evidence_recall'] is None else f"{third['evidence_recall']:.2f}",
+            f'{saved[0]:.2f}' if saved and not method.startswith('downsample') else '']) + ' |')
+    return '\n'.join(lines)
+
+
+def families(rows: Rows, model: str, kept: int) -> str:
+    """Return accuracy with interval by family at one budget, for the methods that matter."""
+    names = list(rows[model, 'full', 192]['families'])
+    lines = ['| | ' + ' | '.join(names) + ' |', '|---|' + '---|' * len(names)]
+    for method in ('full', 'head', 'next_frame', 'next_head', 'saliency', 'gradient', 'divprune',
+                   'dart', 'downsample_trained', 'downsample', 'oracle'):
+        one = rows.get((model, method, 192 if method == 'full' else kept))
+        if one is not None:
+            cells = [f"{a:.3f} ({low:.2f}–{high:.2f})"
+                     for a, low, high, _ in one['families'].values()]
+            lines.append(f"| {NAMES.get(method, ('all tokens',))[0]} | {' | '.join(cells)} |")
+    return '\n'.join(lines)
+
+
+def goal(rows: Rows, model: str) -> str:
+    """Return how far the methods that are held to a goal lie below the full frame."""
+    lines = ['| method | units | FLOPs with scoring | points below the full frame (95 %) |',
+             '|---|---|---|---|']
+    for method in ('head', 'next_frame', 'next_head', 'saliency', 'downsample_trained', 'oracle'):
+        for r in curve(rows, model, method):
+            if 54 <= r['case']['kept'] <= 96:
+                lines.append(
+                    f"| {NAMES[method][0]} | {r['case']['kept']} | {r['flops_share']:.3f} | "
+                    f"{100 * r['below_full']:.2f} ± {100 * r['below_full_95']:.2f} |")
+    return '\n'.join(lines)
+
+
+def fill(text: str, name: str, content: str) -> str:
+    """Put content between the page's markers of that name."""
+    begin, end = f'<!-- {name} -->', f'<!-- end of {name} -->'
+    before, rest = text.split(begin, 1)
+    return before + begin + '\n' + content + '\n' + end + rest.split(end, 1)[1]
+
+
+def main() -> None:
+    """Run the program."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--results', type=Path,
+                        default=ROOT / 'benchmarks' / 'results' / 'h200.json')
+    args = parser.parse_args()
+    rows = load(args.results)
+    text = PAGE.read_text()
+    IMAGES.mkdir(exist_ok=True)
+    for model in ('tiny', 'tiny-dense'):
+        if (model, 'full', 192) in rows:
+            draw(rows, model, IMAGES / f'accuracy-{model}.png')
+            text = fill(text, f'table {model}', table(rows, model))
+            text = fill(text, f'families {model}', families(rows, model, 63))
+    text = fill(text, 'goal tiny', goal(rows, 'tiny'))
+    PAGE.write_text(text)
+
+
+if __name__ == '__main__':
+    main()
