@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+#: Answers of a camera that are decoded beside the frame that is looked at.
+AHEAD = 1
+
 
 class Standing:
     """
@@ -14,10 +17,12 @@ class Standing:
     under that decoding, and no frame waits and grows old.
 
     :param sources: names of the cameras, in the order in which they take turns.
-    :param ahead: without it, the next frame is taken up when the last answer is finished.
+    :param ahead: answers of a source that may still be decoded when its next frame is taken up.
+        More of them share decode steps and grow older; with 0 the next frame is taken up when the
+        last answer is finished.
     """
 
-    def __init__(self, sources: Sequence[str], ahead: bool = True) -> None:
+    def __init__(self, sources: Sequence[str], ahead: int = AHEAD) -> None:
         self.sources = tuple(sources)
         self._before: dict[str, int] = dict.fromkeys(sources, 0)
         self._decoding: dict[str, int] = dict.fromkeys(sources, 0)
@@ -43,7 +48,7 @@ class Standing:
     def _free(self, name: str) -> bool:
         if self._before[name]:
             return False
-        return self._decoding[name] <= (1 if self._ahead else 0)
+        return self._decoding[name] <= self._ahead
 
     def decoding(self, name: str) -> None:
         """Note that a source's request has its first token."""

@@ -29,7 +29,7 @@ from qwen_vl_ros.engine.types import Done, Event, Request, Stage, Visual
 from qwen_vl_ros.measure.bubble import Bubble, bubble
 from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.measure.trace import write_trace
-from qwen_vl_ros.standing import Standing
+from qwen_vl_ros.standing import AHEAD, Standing
 
 QUESTION = 'what colour is the largest thing ?'
 URGENT = 'is the path free ?'
@@ -132,13 +132,14 @@ class Continuous:
     Continuous mode on a scheduler, as the node runs it.
 
     :param ended: called with the frame's time, the last event.
+    :param ahead: see :class:`Standing`.
     """
 
     def __init__(self, plan: Scheduler, cameras: Sequence[Camera], tokens: int,
-                 ended: Callable[[float, Event], None]) -> None:
+                 ended: Callable[[float, Event], None], ahead: int = AHEAD) -> None:
         self._plan = plan
         self._cameras = {str(i): camera for i, camera in enumerate(cameras)}
-        self._standing = Standing(list(self._cameras), plan.options.overlap)
+        self._standing = Standing(list(self._cameras), ahead)
         self._tokens = tokens
         self._ended = ended
         self._open = True
@@ -192,10 +193,12 @@ class Continuous:
             raise CannotRun(self.fault.message)
 
 
-def overlapped(plan: Scheduler, cameras: Sequence[Camera], tokens: int, seconds: float) -> Run:
+def overlapped(plan: Scheduler, cameras: Sequence[Camera], tokens: int, seconds: float,
+               ahead: int = AHEAD) -> Run:
     """Answer about all cameras as the scheduler orders it."""
     out, started = Run(), time.perf_counter()
-    mode = Continuous(plan, cameras, tokens, lambda taken, event: out.note(taken, event, tokens))
+    mode = Continuous(plan, cameras, tokens, lambda taken, event: out.note(taken, event, tokens),
+                      ahead)
     mode.feed()
     time.sleep(seconds)
     counted, lines = out.answers, list(out.lines)

@@ -110,12 +110,19 @@ class Model:
         :return: [stop - start, width].
         """
         ids = prompt.ids[start:stop]
-        x = self.language.embed(torch.from_numpy(ids).to(self.device))
+        x = self.language.embed(self._send(ids))
         for (first, end), merged in features:
             begin, last = max(first, start), min(end, start + ids.size)
             if begin < last:
                 x[begin - start:last - start] = merged[begin - first:last - first]
         return x
+
+    def _send(self, array: np.ndarray) -> Tensor:
+        """Return an array on the device; the host does not wait for what the stream holds."""
+        host = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type != 'cuda':
+            return host
+        return host.pin_memory().to(self.device, non_blocking=True)
 
     @torch.inference_mode()
     def prefill(
@@ -128,8 +135,7 @@ class Model:
         :return: the last hidden state [1, width].
         """
         stop = start + x.shape[0]
-        positions = torch.from_numpy(
-            np.ascontiguousarray(prompt.positions[:, start:stop])).to(self.device)
+        positions = self._send(prompt.positions[:, start:stop])
         cost = costs.decoder_cost(
             self.config.language, stop - start, start, 0, self.language.weight_bytes,
             self.element_size)

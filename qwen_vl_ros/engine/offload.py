@@ -277,7 +277,11 @@ class Offload:
     def _chosen(self, units: np.ndarray | None) -> Tensor | None:
         if units is None:
             return None
-        return torch.from_numpy(units.astype(np.int32)).to(self.device)
+        chosen = torch.from_numpy(units.astype(np.int32))
+        if self.device.type != 'cuda':
+            return chosen
+        # Pinned: otherwise the host would wait for all that the stream holds.
+        return chosen.pin_memory().to(self.device, non_blocking=True)
 
     def _older_half(self, picture: Picture, prepared: Prepared) -> Tensor:
         """Return W0 x of a frame, float32 [n, width]; it is computed and kept at most once."""

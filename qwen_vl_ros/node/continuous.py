@@ -9,7 +9,7 @@ from qwen_vl_ros.engine.types import Delta, Stage
 from qwen_vl_ros.node.parameters import Settings
 from qwen_vl_ros.node.perception import Perception
 from qwen_vl_ros.node.requests import Job, Outcome, Question, Queued
-from qwen_vl_ros.standing import Standing
+from qwen_vl_ros.standing import AHEAD, Standing
 
 #: Told the events of one question, besides the topics.
 Watch = Callable[[Job, 'Queued | Stage | Delta | Outcome'], None]
@@ -41,7 +41,7 @@ class ContinuousMode:
             return
         names = settings.standing_cameras()
         if self._standing is None or self._standing.sources != names:
-            self._standing = Standing(names, ahead=perception.overlap is not None)
+            self._standing = Standing(names, AHEAD if perception.overlap is not None else 0)
         requests = perception.requests
         for _ in names:
             if perception.overlap is None and (requests.busy or requests.depth):

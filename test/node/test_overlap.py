@@ -21,6 +21,7 @@ from qwen_vl_ros.node.parameters import Settings
 from qwen_vl_ros.node.perception import Perception
 from qwen_vl_ros.node.requests import Job, Outcome, Question
 from qwen_vl_ros.share import share
+from qwen_vl_ros.standing import Standing
 
 NOW = 1_700_000_000 * 10**9
 
@@ -226,3 +227,23 @@ def test_micro_batches_below_one_are_labelled(engine):
     assert events.outcome.answer.approximate == ('micro_batch',)
     started = time.monotonic()
     assert core.stop() and time.monotonic() - started < 5
+
+
+def test_a_camera_is_one_frame_ahead():
+    turns = Standing(('a', 'b'), ahead=1)
+    assert [turns.next() for _ in range(3)] == ['a', 'b', None]
+    turns.decoding('b')
+    assert turns.next(['a']) is None and turns.next() == 'b'
+    turns.decoding('b')
+    assert turns.next() is None  # two of b are being decoded
+    turns.ended('b', True)
+    assert turns.next() == 'b'
+    turns.ended('a', False)
+    turns.ended('a', False)  # told twice
+    assert turns.next() == 'a' and turns.next() is None
+    strict = Standing(('a',), ahead=0)
+    assert strict.next() == 'a'
+    strict.decoding('a')
+    assert strict.next() is None
+    strict.ended('a', True)
+    assert strict.next() == 'a'
