@@ -236,12 +236,12 @@ class Running:
         """
         Prefill the next tokens of what is ready.
 
-        :param most: tokens at most.
+        :param most: tokens at most; fewer where these would take the device too long.
         :return: how many there were.
         """
         assert self.cache is not None
         start = self.prefilled
-        stop = min(self.ready, start + most)
+        stop = min(self.ready, start + self._shared.model.language.chunk(most))
         placed: list[Placed] = []
         for look in self.looks:
             begin = look.span[0]

@@ -201,7 +201,7 @@ def test_without_overlap_the_standing_question_waits_for_an_idle_engine(engine):
     core.requests._running.clear()
     mode.tick(core.settings, core)
     assert asked[0].cameras == ('a',)
-    job, events = ask(core, 'what ?')
+    _job, events = ask(core, 'what ?')
     wait_for(lambda: events.outcome, 60)
     assert events.thread == 'engine' and core.stop()
 
