@@ -243,7 +243,7 @@ cudaError_t launch_project(const FromPatches& source, Units units, const qwen_vl
     using T = decltype(weight);
     using Out = decltype(result);
     const auto kernel = project<T, Out, kFeatures, kRows>;
-    constexpr int kBytes = kStages * (kWeightTile + kRows * kStep);
+    constexpr int kBytes = kProjectBytes<kRows>;
     const cudaError_t error = allow(kernel, kBytes);
     if (error) return error;
     const dim3 grid((units.count + kRows / 4 - 1) / (kRows / 4),
@@ -261,7 +261,7 @@ cudaError_t launch_rows(const qwen_vl_cuda& handle, const FromPatches& source, U
   // Large tiles read less; small ones keep more multiprocessors busy.
   const int64_t large = (static_cast<int64_t>(units.count) * 4 + 127) / 128 *
                         ((p.width + kTileColumns - 1) / kTileColumns);
-  return 2 * large > handle.multiprocessors
+  return large > handle.multiprocessors
              ? launch_project<kFeatures, 128>(source, units, p, addend, out, stream)
              : launch_project<kFeatures, 64>(source, units, p, addend, out, stream);
 }

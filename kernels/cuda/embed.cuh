@@ -153,7 +153,7 @@ __device__ void write_row(const float2 (&v)[4], int q, Out* row, int column, int
 // How a block's eight warps share its tile: kWarpRows rows x kWarpColumns columns each.
 template <int kRows>
 struct Warps {
-  static constexpr int kDown = kRows >= 128 ? 4 : 2, kAcross = 8 / kDown;
+  static constexpr int kDown = 2, kAcross = 8 / kDown;
   static constexpr int kWarpRows = kRows / kDown, kWarpColumns = kTileColumns / kAcross;
   static constexpr int kBlocks = kWarpRows / 16, kGroups = kWarpColumns / 8;
 };
@@ -238,7 +238,13 @@ __device__ inline void write_tile(
   }
 }
 
-// Patches in memory to embeddings: a tile of kRows x kTileColumns a block.
+// Patches in memory to embeddings: a tile of kRows x kTileColumns a block. kSteps of 32 features
+// arrive kTogether at a time, in a ring of kDeep places.
+constexpr int kTogether = 2, kDeep = 3;
+
+template <int kRows>
+constexpr int kProjectBytes = kDeep * kTogether * (kWeightTile + kRows * kStep);
+
 template <class T, class Out, int kFeatures, int kRows>
 __global__ void __launch_bounds__(kEmbedThreads, 2)
     project(FromPatches source, Units units, const T* weights, const float* bias, float scale,
@@ -246,7 +252,8 @@ __global__ void __launch_bounds__(kEmbedThreads, 2)
   extern __shared__ __align__(128) uint8_t shared[];
   using W = Warps<kRows>;
   constexpr int kPadded = kPaddedFeatures<kFeatures>, kSteps = kPadded / kStep;
-  constexpr int kSlot = kWeightTile + kRows * kStep;
+  constexpr int kTile = kWeightTile + kRows * kStep, kSlot = kTogether * kTile;
+  constexpr int kFull = kSteps / kTogether, kLeft = kSteps % kTogether;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, q = lane % 4, g = lane / 4;
   const int warp_row = warp / W::kAcross * W::kWarpRows;
   const int warp_column = warp % W::kAcross * W::kWarpColumns;
@@ -267,41 +274,61 @@ __global__ void __launch_bounds__(kEmbedThreads, 2)
                     threadIdx.x % 4 * 8;
   const uint32_t first_slot = shared_address(shared) + threadIdx.x * 16;
   const uint32_t first_row_slot = shared_address(shared) + kWeightTile + threadIdx.x * 4;
-  int filled = 0;  // bytes from the ring's start to the slot that is filled next
-  const auto fetch = [&](int step) {
-    if (step < kSteps) {
+  // The last step goes beyond a patch; weights there are 0, but memory may end.
+  const bool in_last = threadIdx.x % 8 * 4 < kFeatures - (kSteps - 1) * kStep;
+  int filled = 0;  // bytes from the ring's start to the place that is filled next
+  const auto fetch = [&](int turn) {
+#pragma unroll
+    for (int t = 0; t < kTogether; ++t) {
+      const int step = turn * kTogether + t;
+      if (step >= kSteps) break;
+      const uint32_t to = filled + t * kTile;
 #pragma unroll
       for (int j = 0; j < kTileColumns * 4 / kEmbedThreads; ++j) {
-        copy_async(first_slot + filled + j * kEmbedThreads * 16,
-                   weight + j * (kEmbedThreads / 4) * kPadded);
+        copy_async(first_slot + to + j * kEmbedThreads * 16,
+                   weight + j * (kEmbedThreads / 4) * kPadded + t * kStep);
       }
-      // The last step goes beyond a patch; weights there are 0, but memory may end.
-      const bool there =
-          step < kSteps - 1 || threadIdx.x % 8 * 4 < kFeatures - (kSteps - 1) * kStep;
+      const bool there = step < kSteps - 1 || in_last;
 #pragma unroll
       for (int j = 0; j < kCopies; ++j) {
-        copy_async_word(first_row_slot + filled + j * kEmbedThreads * 4,
-                        there ? from[j] : source.patches, there);
-        from[j] += kStep;
+        copy_async_word(first_row_slot + to + j * kEmbedThreads * 4,
+                        there ? from[j] + t * kStep : source.patches, there);
       }
-      weight += kStep;
-      filled = filled == (kStages - 1) * kSlot ? 0 : filled + kSlot;
     }
+#pragma unroll
+    for (int j = 0; j < kCopies; ++j) from[j] += kTogether * kStep;
+    weight += kTogether * kStep;
+    filled = filled == (kDeep - 1) * kSlot ? 0 : filled + kSlot;
     commit_async();  // also an empty group: waiting counts groups
   };
-  for (int s = 0; s < kStages - 1; ++s) fetch(s);
+  for (int turn = 0; turn < kDeep - 1; ++turn) fetch(turn);
 
   float sums[W::kBlocks][W::kGroups][4] = {};
   const uint8_t* const first_left = shared + kWeightTile + (warp_row + g) * kStep + q * 8;
   const uint8_t* const first_right = shared + (warp_column + g) * kStep * 2 + q * 16;
   int used = 0;
+  const auto arrived = [&] {
+    wait_async<kDeep - 2>();
+    __syncthreads();  // for all, and all are done with the place that is filled next
+  };
 #pragma unroll 1
-  for (int step = 0; step < kSteps; ++step) {
-    wait_async<kStages - 2>();
-    __syncthreads();  // this step has arrived for all, and all are done with the one before it
-    fetch(step + kStages - 1);
-    multiply_step<T, kRows, kStep>(first_left + used, first_right + used, sums);
-    used = used == (kStages - 1) * kSlot ? 0 : used + kSlot;
+  for (int turn = 0; turn < kFull; ++turn) {
+    arrived();
+    fetch(turn + kDeep - 1);
+#pragma unroll
+    for (int t = 0; t < kTogether; ++t) {
+      multiply_step<T, kRows, kStep>(first_left + used + t * kTile, first_right + used + t * kTile,
+                                     sums);
+    }
+    used = used == (kDeep - 1) * kSlot ? 0 : used + kSlot;
+  }
+  if constexpr (kLeft > 0) {
+    arrived();
+#pragma unroll
+    for (int t = 0; t < kLeft; ++t) {
+      multiply_step<T, kRows, kStep>(first_left + used + t * kTile, first_right + used + t * kTile,
+                                     sums);
+    }
   }
   wait_async<0>();
   write_tile<Out, kRows>(sums, first_unit * 4 + warp_row, units.count * 4, column + warp_column,
