@@ -167,8 +167,9 @@ class Bench:
                                          minlength=grid[0])
             flops = encode_cost(self.halves.shape.vision, 588 * (2 if grid[0] > 1 else 1),
                                 counts.tolist(), 0, 2)['flops']
-            case = self.case(size=size, keep=keep, path='cuda', variant=f'fused, {fused.form}')
-            note = f'{int(counts.sum())} patches' + (
+            case = self.case(size=size, keep=keep, path='cuda', variant='fused')
+            forms = ', '.join(sorted(set(fused.forms.values())))
+            note = f'{int(counts.sum())} patches, attention {forms}' + (
                 '; the baseline sees all' if keep < 1 else '')
             rate = flops / median(times) / 1e9
             found += [

@@ -80,8 +80,9 @@ class CudaEncoder:
         self.kernels = kernels or EncoderKernels(encoder.device)
         self.products = products or Products(encoder.device)
         self.graphs: Runner = runner or Graphs(encoder.device, 'encoder')
-        #: Which form of attention runs, one of :data:`~qwen_vl_ros.kernels.encoder.FORMS`.
-        self.form = 'wgmma' if cfg.head_dim == 80 and self.kernels.has('wgmma') else 'mma'
+        #: Form of attention by rows and tiles of a bucket, of
+        #: :data:`~qwen_vl_ros.kernels.encoder.FORMS` the fastest that the device has.
+        self.forms: dict[tuple[int, int], str] = {}
         #: By rows of a bucket: fc1 and its activation are one kernel, where that is faster.
         self.activated: dict[int, bool] = {}
         self._taken = Turns(encoder.device)
@@ -145,7 +146,7 @@ class CudaEncoder:
                 self._reserve(rows, tiles)
                 self.graphs.run(
                     (rows, tiles), lambda: self._fill(x, layout, rows, tiles),
-                    lambda: self._body(rows, tiles), lambda: self.tune(rows))
+                    lambda: self._body(rows, tiles), lambda: self.tune(rows, tiles))
             except Exception:
                 self.release()
                 raise
@@ -245,7 +246,8 @@ class CudaEncoder:
         qkv = self._wide[:rows * 3 * cfg.width].view(rows, 3 * cfg.width)
         self._normed(x, block.norm1, block.qkv, y, qkv)
         k.rotate_grid(qkv, cfg.heads, self._spots, self._turns)
-        k.attend_segments(qkv, cfg.heads, self._tile_list[:tiles], y, self.form)
+        k.attend_segments(qkv, cfg.heads, self._tile_list[:tiles], y,
+                          self.forms.get((rows, tiles), 'mma'))
         self._multiply(y, block.proj, x, x)
 
     def _mlp(self, block: VisionBlock, x: Tensor, y: Tensor, rows: int) -> None:
@@ -281,9 +283,11 @@ class CudaEncoder:
     def _multiply(self, x: Tensor, linear: Linear, out: Tensor, add: Tensor | None = None) -> None:
         self.products.multiply(x, linear.weight, linear.bias, out, add)
 
-    def tune(self, rows: int) -> None:
-        """Choose algorithms for a bucket by timing, where that has not been done before."""
+    def tune(self, rows: int, tiles: int) -> None:
+        """Choose kernels for a bucket by timing, where that has not been done before."""
         enc = self.encoder
+        if (rows, tiles) not in self.forms:
+            self.forms[rows, tiles] = self._fastest_form(rows, tiles)
 
         def each(name: str, add: bool) -> None:
             linears: Sequence[Linear] = [getattr(block, name) for block in enc.blocks]
@@ -297,6 +301,19 @@ class CudaEncoder:
             self.products.tune(rows // 4, [linear.weight], [linear.bias])
         if rows not in self.activated:
             self.activated[rows] = self._activated_pays(rows)
+
+    def _fastest_form(self, rows: int, tiles: int) -> str:
+        """Return the form of attention that is fastest on the segments that were filled in."""
+        cfg, k = self.encoder.config, self.kernels
+        qkv = self._wide[:rows * 3 * cfg.width].normal_().view(rows, 3 * cfg.width)
+        places = self._tile_list[:tiles]
+
+        def took(form: str) -> float:
+            return queued_time(lambda _: k.attend_segments(
+                qkv, cfg.heads, places, self._y[:rows], form))
+
+        return min((form for form in native.FORMS
+                    if form == 'mma' or (cfg.head_dim == 80 and k.has(form))), key=took)
 
     def _activated_pays(self, rows: int) -> bool:
         """Tell whether fc1 with its activation is faster as one kernel than as two, by timing."""

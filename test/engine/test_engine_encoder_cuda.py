@@ -12,6 +12,7 @@ from qwen_vl_ros.engine.kv_cache import KVCache
 from qwen_vl_ros.engine.language import LanguageModel
 from qwen_vl_ros.engine.quantize_vision import quantize_vision
 from qwen_vl_ros.engine.vision import VisionEncoder
+from qwen_vl_ros.kernels.encoder import FORMS
 
 pytestmark = pytest.mark.gpu
 
@@ -81,10 +82,15 @@ def test_any_grid_and_mask_errs_no_more_than_twice_as_plain_torch(exact, model):
                 count, 4, -1)[units.cuda()].flatten(0, 1)
             expected = exact[0].encode_plain(exact[0].embed(x), grid, units)
             plain = relative(vision.encode_plain(vision.embed(x), grid, units), expected)
-            for form in filter(vision.fused.kernels.has, ('mma', 'wgmma')):
-                vision.fused.form = form
-                vision.fused.graphs.clear()
-                assert relative(vision.encode(patches, grid, units), expected) <= 2 * plain, grid
+            assert relative(vision.encode(patches, grid, units), expected) <= 2 * plain, grid
+            key = next(reversed(vision.fused.graphs._graphs))  # the last one used
+            for form in filter(vision.fused.kernels.has, FORMS):
+                for activated in {False, vision.fused.kernels.has('wgmma')}:
+                    vision.fused.forms[key] = form
+                    vision.fused.activated[key[0]] = activated
+                    vision.fused.graphs.clear()
+                    got = vision.encode(patches, grid, units)
+                    assert relative(got, expected) <= 2 * plain, (grid, form, activated)
             on_device = None if units is None else units.cuda()
             assert relative(vision.encode(patches, grid, on_device), expected) <= 2 * plain
 

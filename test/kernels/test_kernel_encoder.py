@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from qwen_vl_ros.engine.layers import activate, inverse_frequencies
-from qwen_vl_ros.kernels.encoder import ACTIVATIONS, TILE_ROWS, EncoderKernels, tile_list
+from qwen_vl_ros.kernels.encoder import ACTIVATIONS, FORMS, TILE_ROWS, EncoderKernels, tile_list
 from qwen_vl_ros.kernels.encoder_plain import PlainKernels, PlainProducts, quantize_rows
 from qwen_vl_ros.kernels.gemm import ALGORITHM_BYTES, Products, Shape, Store
 from qwen_vl_ros.kernels.loader import KernelError
@@ -200,7 +200,8 @@ SEGMENTS = ([1564], [200, 36, 4, 1000], [4], [64, 128, 129], [112, 224, 113, 336
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', HALVES)
-@pytest.mark.parametrize('form,dim', [('mma', 80), ('mma', 64), ('wgmma', 80)])
+@pytest.mark.parametrize('form,dim', [('mma', 80), ('mma', 64), ('wgmma', 80),
+                                      ('wgmma turns', 80)])
 def test_attention_within_segments(kernels, dtype, form, dim):
     if not kernels.has(form):
         pytest.skip(f'this GPU has no {form}')
@@ -222,7 +223,7 @@ def test_attention_within_segments(kernels, dtype, form, dim):
 
 @pytest.mark.gpu
 def test_a_segment_that_is_not_finite_spoils_no_other(kernels):
-    for form in filter(kernels.has, ('mma', 'wgmma')):
+    for form in filter(kernels.has, FORMS):
         qkv = random(300, 3 * 16 * 80, dtype=torch.bfloat16)
         tiles = torch.from_numpy(tile_list([100, 200])).cuda()
         clean = kernels.attend_segments(qkv, 16, tiles, torch.empty_like(qkv[:, :1280]), form)

@@ -1,13 +1,15 @@
 // Attention within segments on Hopper's wgmma, for heads of 80 channels; compiled for sm_90a.
 //
-//     a block      two warpgroups of 64 queries each, which stay in registers; one block on a
-//                  multiprocessor
+//     a block      stays, and takes tiles of 128 queries of one head: four warps copy, two
+//                  warpgroups have 64 queries each, which stay in registers
 //     a step       the scores of the next keys and the result of the last ones are in the tensor
-//                  cores together; the groups take turns, so that one multiplies while the other
-//                  takes exponentials (FlashAttention-3, Shah et al. 2024)
-//     a product    scores m64nKk16 in 5 steps, result m64n80k16: 80 channels cost 80
-//     ring         five tiles of keys and values, filled by all threads (cp.async), three ahead;
-//                  a group may be one tile ahead of the other
+//                  cores together while the softmax of the next begins; the groups may take turns,
+//                  so that one multiplies while the other takes exponentials
+//                  (FlashAttention-3, Shah et al. 2024)
+//     a product    scores m64n112k16 in 5 steps, result m64n80k16 in 7: 80 channels cost 80
+//     ring         five tiles of 112 keys and values. A copying warp fills every fourth tile and
+//                  waits for it alone: the fence that shows copies to the tensor cores also waits
+//                  for all that its thread has under way
 #include "attention.cuh"
 #include "hopper.h"
 #include "mma.cuh"
@@ -16,40 +18,38 @@
 namespace qwen_vl {
 namespace {
 
-#ifndef KSTAGES
-#define KSTAGES 5
-#endif
-#ifndef ORDER
-#define ORDER 1
-#endif
-#ifndef KEYS
-#define KEYS 112
-#endif
-constexpr int kDim = 80;
-constexpr int kChunks = kDim / 8;
-constexpr int kQueries = QWEN_VL_TILE_ROWS;
-constexpr int kKeys = KEYS;
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-constexpr int kStages = KSTAGES;
-constexpr int kAhead = kStages - 2;
-constexpr int kQueryBytes = kQueries * kDim * 2;
-constexpr int kTileBytes = kKeys * kDim * 2;
+constexpr int kDim = 80, kChunks = kDim / 8;
+constexpr int kQueries = QWEN_VL_TILE_ROWS, kKeys = 112;
+constexpr int kCopyWarps = 4, kGroups = 2, kGroupThreads = 128;
+constexpr int kThreads = kCopyWarps * 32 + kGroups * kGroupThreads;
+constexpr int kCopyRegisters = 56, kGroupRegisters = 224;
+constexpr int kStages = 5;
+// From one column of 16-byte chunks to the next: eight chunks of a row lie in different banks.
+constexpr int kQueryStep = kQueries * 16 + 16, kKeyStep = kKeys * 16 + 16;
+constexpr int kQueryBytes = (kChunks * kQueryStep + 127) / 128 * 128;
+constexpr int kTileBytes = (kChunks * kKeyStep + 127) / 128 * 128;
 constexpr int kRingBytes = kStages * 2 * kTileBytes;
 constexpr int kSharedBytes = kQueryBytes + kRingBytes + 2 * kStages * 8;
-// A warp copies 16 rows of two chunks at a time: whole 32-byte sectors, whole core matrices.
-constexpr int kRowPieces = kKeys / 16;
-constexpr int kPieces = kRowPieces * (kChunks / 2);
 static_assert(kSharedBytes <= 226 * 1024, "what a block may take");
 
+// What a block works on: one tile of queries of one head.
+struct Item {
+  int first_query, end_query, first_key, end_key, head, tiles;
+
+  __device__ Item(const int4* list, int tile_count, int number) : head(number / tile_count) {
+    const int4 tile = list[number % tile_count];
+    first_query = tile.x, end_query = tile.y, first_key = tile.z, end_key = tile.w;
+    tiles = first_query < end_query ? (end_key - first_key + kKeys - 1) / kKeys : 0;
+  }
+};
+
 template <class T>
-__device__ inline void pack(uint32_t (&weights)[kKeys / 16][4], const float (&scores)[kKeys / 8][4]) {
+__device__ inline void pack(uint32_t (&weights)[kKeys / 16][4],
+                            const float (&scores)[kKeys / 8][4]) {
 #pragma unroll
-  for (int i = 0; i < kKeys / 16; ++i) {
-    weights[i][0] = narrow<T>(scores[2 * i][0], scores[2 * i][1]);
-    weights[i][1] = narrow<T>(scores[2 * i][2], scores[2 * i][3]);
-    weights[i][2] = narrow<T>(scores[2 * i + 1][0], scores[2 * i + 1][1]);
-    weights[i][3] = narrow<T>(scores[2 * i + 1][2], scores[2 * i + 1][3]);
+  for (int i = 0; i < kKeys / 16 * 4; ++i) {
+    const float* const two = scores[i / 4 * 2 + i % 4 / 2] + i % 2 * 2;
+    weights[i / 4][i % 4] = narrow<T>(two[0], two[1]);
   }
 }
 
@@ -64,158 +64,180 @@ __device__ inline void hide(float (&scores)[kKeys / 8][4], int left, int lane) {
   }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, 1) attend(const Attention<T> p) {
+template <class T, bool kTurns>
+__global__ void __launch_bounds__(kThreads, 1)
+    attend(const Attention<T> p, int tile_count, int items) {
   extern __shared__ __align__(128) uint8_t memory[];
-  const int4 tile = p.tiles[blockIdx.x];
-  const int first_query = tile.x, end_query = tile.y, first_key = tile.z, end_key = tile.w;
-  if (first_query >= end_query) return;
-  const int head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const T* const queries_from = p.q + head * p.q_head;
-  const uint32_t queries_at = shared_address(memory);
-  const uint32_t ring_at = queries_at + kQueryBytes;
-  const int piece_row = lane % 16, piece_chunk = lane / 16;
-
-#pragma unroll
-  for (int i = warp; i < kQueries / 16 * (kChunks / 2); i += kWarps) {
-    const int row = i % (kQueries / 16) * 16 + piece_row;
-    const int chunk = i / (kQueries / 16) * 2 + piece_chunk;
-    const bool there = first_query + row < end_query;
-    copy_or_zero(queries_at + chunk * kQueries * 16 + row * 16,
-                 queries_from + (there ? first_query + row : first_query) * p.q_row + chunk * 8,
-                 there);
-  }
-  const int tiles = (end_key - first_key + kKeys - 1) / kKeys;
-  const T* const keys_from = p.k + head * p.kv_head + piece_chunk * 8;
-  const int64_t values_after = p.v - p.k;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t queries_at = shared_address(memory), ring_at = queries_at + kQueryBytes;
   const uint32_t full_at = ring_at + kRingBytes, empty_at = full_at + kStages * 8;
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(full_at + i * 8, kThreads);
-      barrier_init(empty_at + i * 8, kWarps);
+      barrier_init(full_at + i * 8, 1);
+      barrier_init(empty_at + i * 8, kGroups * kGroupThreads / 32);
     }
   }
-  commit_async();
-  __syncthreads();
-  const auto load = [&](int number) {
-    if (number >= tiles) return;
-    const int slot = number % kStages;
-    if (number >= kStages) barrier_wait(empty_at + slot * 8, (number / kStages - 1) & 1);
-    const uint32_t to =
-        ring_at + slot * 2 * kTileBytes + piece_chunk * kKeys * 16 + piece_row * 16;
-    const int first = first_key + number * kKeys + piece_row;
-#pragma unroll
-    for (int i = 0; i < (kPieces + kWarps - 1) / kWarps; ++i) {
-      const int piece = warp + i * kWarps;
-      if (kPieces % kWarps && piece >= kPieces) break;
-      const int row = piece % kRowPieces * 16, pair = piece / kRowPieces;
-      const bool there = first + row < end_key;
-      const T* const from = keys_from + (there ? first + row : first_key) * p.kv_row + pair * 16;
-      const uint32_t at = to + pair * 2 * kKeys * 16 + row * 16;
-      copy_or_zero(at, from, there);
-      copy_or_zero(at + kTileBytes, from + values_after, there);
-    }
-    barrier_arrive_with_copies(full_at + slot * 8);
-  };
-  const auto wait_full = [&](int number) {
-    barrier_wait(full_at + number % kStages * 8, number / kStages & 1);
-    publish_shared();
-  };
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) load(i);
-  // The queries were committed before the tiles.
-  wait_async<0>();
   __syncthreads();
 
-  uint32_t queries[kDim / 16][4];
-#pragma unroll
-  for (int step = 0; step < kDim / 16; ++step) {
-    load_matrices(queries[step], queries_at + (2 * step + lane / 16) * kQueries * 16 +
-                                     (warp * 16 + lane % 16) * 16);
-  }
-  float result[kDim / 8][4] = {};
-  float scores[kKeys / 8][4];
-  uint32_t weights[kKeys / 16][4];
-  Softmax softmax;
-  const auto multiply_keys = [&](int number) {
-    const uint64_t keys =
-        matrix(ring_at + number % kStages * 2 * kTileBytes, kKeys * 16, 128);
-#pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
-      multiply_scores(scores, queries[step], keys + step * (2 * kKeys * 16 >> 4), step > 0, T());
+  if (warp < kCopyWarps) {
+    registers_down<kCopyRegisters>();
+    int count = 0;  // tiles of keys so far, of all items
+    for (int number = blockIdx.x; number < items; number += gridDim.x) {
+      const Item item(p.tiles, tile_count, number);
+      const T* const keys = p.k + item.head * p.kv_head;
+      const int64_t values_after = p.v - p.k;
+      for (int tile = 0; tile < item.tiles; ++tile, ++count) {
+        if (count % kCopyWarps != warp) continue;
+        const int slot = count % kStages;
+        if (count >= kStages) barrier_wait(empty_at + slot * 8, (count / kStages - 1) & 1);
+        const uint32_t to = ring_at + slot * 2 * kTileBytes;
+        const int first = item.first_key + tile * kKeys;
+#pragma unroll 5
+        for (int i = lane; i < kKeys * kChunks; i += 32) {
+          const int row = i / kChunks, chunk = i % kChunks;
+          const bool there = first + row < item.end_key;
+          const T* const from = keys + (there ? first + row : first) * p.kv_row + chunk * 8;
+          const uint32_t at = to + chunk * kKeyStep + row * 16;
+          copy_or_zero(at, from, there);
+          copy_or_zero(at + kTileBytes, from + values_after, there);
+        }
+        commit_async();
+        wait_async<0>();
+        publish_shared();
+        __syncwarp();
+        if (lane == 0) barrier_arrive(full_at + slot * 8);
+      }
     }
-    wgmma_commit();
-  };
-  const auto multiply_values = [&](int number) {
-    const uint64_t values =
-        matrix(ring_at + number % kStages * 2 * kTileBytes + kTileBytes, 128, kKeys * 16);
+  } else {
+    registers_up<kGroupRegisters>();
+    const int group = (warp - kCopyWarps) / 4, thread = threadIdx.x % kGroupThreads;
+    const int first_row = group * 64 + thread / 32 * 16;
+    // Whose turn it is to start products, and a group's own meeting point.
+    const int own = 1 + group, other = 2 - group, meeting = 3 + group;
+    int count = 0;
+    for (int number = blockIdx.x; number < items; number += gridDim.x) {
+      const Item item(p.tiles, tile_count, number);
+      if (!item.tiles) continue;
+      named_wait<kGroupThreads>(meeting);  // all have read their last queries
+      const T* const queries_from = p.q + item.head * p.q_head;
 #pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
-      multiply_result(result, weights[step], values + step * (16 * 16 >> 4), T());
-    }
-    wgmma_commit();
-  };
+      for (int i = thread; i < 64 * kChunks; i += kGroupThreads) {
+        const int row = group * 64 + i / kChunks, chunk = i % kChunks;
+        const bool there = item.first_query + row < item.end_query;
+        copy_or_zero(queries_at + chunk * kQueryStep + row * 16,
+                     queries_from +
+                         (there ? item.first_query + row : item.first_query) * p.q_row + chunk * 8,
+                     there);
+      }
+      commit_async();
+      wait_async<0>();
+      named_wait<kGroupThreads>(meeting);
+      uint32_t queries[kDim / 16][4];
+#pragma unroll
+      for (int step = 0; step < kDim / 16; ++step) {
+        load_matrices(queries[step], queries_at + (2 * step + lane / 16) * kQueryStep +
+                                         (first_row + lane % 16) * 16);
+      }
+      float result[kDim / 8][4] = {};
+      float scores[kKeys / 8][4];
+      uint32_t weights[kKeys / 16][4];
+      Softmax softmax;
+      const auto wait_full = [&](int tile) {
+        barrier_wait(full_at + (count + tile) % kStages * 8, (count + tile) / kStages & 1);
+      };
+      const auto multiply_keys = [&](int tile) {
+        const uint64_t keys =
+            matrix(ring_at + (count + tile) % kStages * 2 * kTileBytes, kKeyStep, 128);
+#pragma unroll
+        for (int step = 0; step < kDim / 16; ++step) {
+          multiply_scores(scores, queries[step], keys + step * (2 * kKeyStep >> 4), step > 0, T());
+        }
+        wgmma_commit();
+      };
+      const auto multiply_values = [&](int tile) {
+        const uint64_t values = matrix(
+            ring_at + (count + tile) % kStages * 2 * kTileBytes + kTileBytes, 128, kKeyStep);
+#pragma unroll
+        for (int step = 0; step < kKeys / 16; ++step) {
+          multiply_result(result, weights[step], values + step * (16 * 16 >> 4), T());
+        }
+        wgmma_commit();
+      };
+      const auto give_back = [&](int tile) {
+        if (lane == 0) barrier_arrive(empty_at + (count + tile) % kStages * 8);
+      };
 
-  // Whose turn it is to start products: barrier 1 for the first group, 2 for the second.
-  const int own = 1 + warp / 4, other = 3 - own;
-  wait_full(0);
-  wgmma_begin();
-  multiply_keys(0);
-  if (ORDER && own == 2 && tiles > 1) named_arrive<kThreads>(other);
-  wgmma_wait<0>();
-  hide(scores, end_key - first_key, lane);
-  softmax.step(scores, p.scale);
-  pack<T>(weights, scores);
-  for (int number = 1; number < tiles; ++number) {
-    wait_full(number);
-    if (ORDER) named_wait<kThreads>(own);
-    wgmma_begin();
-    multiply_keys(number);
-    multiply_values(number - 1);
-    if (ORDER && (own == 1 || number + 1 < tiles)) named_arrive<kThreads>(other);
-    load(number + kAhead - 1);
-    wgmma_wait<1>();
-    hide(scores, end_key - first_key - number * kKeys, lane);
-    const float2 shrink = softmax.step(scores, p.scale);
-    wgmma_wait<0>();
-    if (lane == 0) barrier_arrive(empty_at + (number - 1) % kStages * 8);
+      wait_full(0);
+      wgmma_begin();
+      multiply_keys(0);
+      if (kTurns && group && item.tiles > 1) named_arrive<kGroups * kGroupThreads>(other);
+      wgmma_wait<0>();
+      hide(scores, item.end_key - item.first_key, lane);
+      softmax.step(scores, p.scale);
+      pack<T>(weights, scores);
+      for (int tile = 1; tile < item.tiles; ++tile) {
+        wait_full(tile);
+        if (kTurns) named_wait<kGroups * kGroupThreads>(own);
+        wgmma_begin();
+        multiply_keys(tile);
+        multiply_values(tile - 1);
+        if (kTurns && (!group || tile + 1 < item.tiles)) {
+          named_arrive<kGroups * kGroupThreads>(other);
+        }
+        wgmma_wait<1>();
+        hide(scores, item.end_key - item.first_key - tile * kKeys, lane);
+        const float2 shrink = softmax.step(scores, p.scale);
+        wgmma_wait<0>();
+        give_back(tile - 1);
 #pragma unroll
-    for (int i = 0; i < kDim / 8; ++i) {
-      result[i][0] *= shrink.x;
-      result[i][1] *= shrink.x;
-      result[i][2] *= shrink.y;
-      result[i][3] *= shrink.y;
-    }
-    pack<T>(weights, scores);
-  }
-  wgmma_begin();
-  multiply_values(tiles - 1);
-  wgmma_wait<0>();
+        for (int i = 0; i < kDim / 8; ++i) {
+          result[i][0] *= shrink.x;
+          result[i][1] *= shrink.x;
+          result[i][2] *= shrink.y;
+          result[i][3] *= shrink.y;
+        }
+        pack<T>(weights, scores);
+      }
+      wgmma_begin();
+      multiply_values(item.tiles - 1);
+      wgmma_wait<0>();
+      give_back(item.tiles - 1);
+      count += item.tiles;
 
-  const float2 inverse = softmax.inverse();
-  const int query = first_query + warp * 16 + lane / 4;
-  T* const to = p.out + query * p.out_row + head * p.out_head + lane % 4 * 2;
+      const float2 inverse = softmax.inverse();
+      const int query = item.first_query + first_row + lane / 4;
+      T* const to = p.out + query * p.out_row + item.head * p.out_head + lane % 4 * 2;
 #pragma unroll
-  for (int i = 0; i < kDim / 8; ++i) {
-    if (query < end_query) {
-      *reinterpret_cast<uint32_t*>(to + i * 8) =
-          narrow<T>(result[i][0] * inverse.x, result[i][1] * inverse.x);
-    }
-    if (query + 8 < end_query) {
-      *reinterpret_cast<uint32_t*>(to + 8 * p.out_row + i * 8) =
-          narrow<T>(result[i][2] * inverse.y, result[i][3] * inverse.y);
+      for (int i = 0; i < kDim / 8; ++i) {
+        if (query < item.end_query) {
+          *reinterpret_cast<uint32_t*>(to + i * 8) =
+              narrow<T>(result[i][0] * inverse.x, result[i][1] * inverse.x);
+        }
+        if (query + 8 < item.end_query) {
+          *reinterpret_cast<uint32_t*>(to + 8 * p.out_row + i * 8) =
+              narrow<T>(result[i][2] * inverse.y, result[i][3] * inverse.y);
+        }
+      }
     }
   }
 }
 
-template <class T>
+template <class T, bool kTurns>
 int launch(const void* args, int tiles, int heads, cudaStream_t stream) {
-  const cudaError_t error = cudaFuncSetAttribute(
-      attend<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  int device, processors;
+  cudaError_t error = cudaGetDevice(&device);
+  if (!error) {
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (!error) {
+    error = cudaFuncSetAttribute(attend<T, kTurns>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 kSharedBytes);
+  }
   if (error) return error;
-  attend<T><<<dim3(tiles, heads), kThreads, kSharedBytes, stream>>>(
-      *static_cast<const Attention<T>*>(args));
+  const int items = tiles * heads;
+  attend<T, kTurns><<<items < processors ? items : processors, kThreads, kSharedBytes, stream>>>(
+      *static_cast<const Attention<T>*>(args), tiles, items);
   return cudaSuccess;
 }
 
@@ -223,9 +245,14 @@ int launch(const void* args, int tiles, int heads, cudaStream_t stream) {
 
 bool wgmma_built() { return true; }
 
-int launch_wgmma(int dtype, const void* args, int tiles, int heads, cudaStream_t stream) {
-  return dtype == QWEN_VL_BF16 ? launch<__nv_bfloat16>(args, tiles, heads, stream)
-                               : launch<__half>(args, tiles, heads, stream);
+int launch_wgmma(int dtype, bool turns, const void* args, int tiles, int heads,
+                 cudaStream_t stream) {
+  if (dtype == QWEN_VL_BF16) {
+    return turns ? launch<__nv_bfloat16, true>(args, tiles, heads, stream)
+                 : launch<__nv_bfloat16, false>(args, tiles, heads, stream);
+  }
+  return turns ? launch<__half, true>(args, tiles, heads, stream)
+               : launch<__half, false>(args, tiles, heads, stream);
 }
 
 }  // namespace qwen_vl

@@ -2,10 +2,13 @@
 // sm_90a. cuBLASLt has no such epilogue for quick-GELU or for gated activations, so that its result
 // would be read and written once more.
 //
-//     a block      128 rows x 256 (or 2 x 96) outputs; a warpgroup copies, two multiply 64 rows each
+//     a block      stays, and takes tiles of 128 rows x 256 (or 2 x 96) outputs; a warpgroup
+//                  copies, also for the next tile, two multiply 64 rows each
 //     a cluster    two blocks with the same rows: each copies half of them to both
 //     ring         four stages of 64 inputs
 #include <dlfcn.h>
+
+#include <type_traits>
 
 #include "hopper.h"
 #include "mma.cuh"
@@ -28,7 +31,9 @@ struct Tile {
   static constexpr int kOuts = kGated ? 96 : 256;  // columns of the result
   static constexpr int kXBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kXBytes + kColumns * kRowBytes;
-  static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + 1024;
+  // Biases of both groups, for this tile and the next.
+  static constexpr int kBiasBytes = 2 * 2 * kColumns * 2;
+  static constexpr int kSharedBytes = kStages * (kStageBytes + 16) + kBiasBytes + 1024;
 };
 
 template <class T>
@@ -38,11 +43,16 @@ struct Args {
   int rows, outs, ins;
 };
 
-__device__ inline float quick_gelu(float x) {
-  return __fdividef(x, 1.0f + __expf(fminf(-1.702f * x, 80.0f)));
-}
-__device__ inline float silu(float x) {
-  return __fdividef(x, 1.0f + __expf(fminf(-x, 80.0f)));
+// sigmoid(x): for bf16, which has 8 bits, by the approximate tanh, which has 11.
+template <class T>
+__device__ inline float sigmoid(float x) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(0.5f * x));
+    return fmaf(0.5f, y, 0.5f);
+  } else {
+    return __fdividef(1.0f, 1.0f + __expf(fminf(-x, 80.0f)));
+  }
 }
 
 // Four lanes hold two columns of each of four tiles of eight; afterwards lane i has all of tile i.
@@ -75,8 +85,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   const uint32_t full_at = ring_at + kStages * S::kStageBytes, empty_at = full_at + kStages * 8;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const uint32_t rank = cluster_rank();
-  const int first_row = blockIdx.y * kRows, first_out = blockIdx.x * S::kOuts;
   const int steps = p.ins / kDepth;
+  const int row_tiles = (p.rows + kRows - 1) / kRows;
+  const int column_pairs = (p.outs + kCluster * S::kOuts - 1) / (kCluster * S::kOuts);
+  const int pairs = row_tiles * column_pairs, stride = gridDim.x / kCluster;
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
@@ -88,80 +100,100 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   cluster_sync();
 
   if (warp < 4) {
+    // One lane copies; the others of its warp wait for it, so that all arrive at the end together.
     if (threadIdx.x == 0) {
-      for (int step = 0; step < steps; ++step) {
-        const int slot = step % kStages;
-        const uint32_t full = full_at + slot * 8, at = ring_at + slot * S::kStageBytes;
-        if (step >= kStages) {
-          barrier_wait_cluster(empty_at + slot * 8, (step / kStages - 1) & 1);
-        }
-        barrier_expect(full, S::kStageBytes);
-        copy_box_to((1 << kCluster) - 1, at + rank * (S::kXBytes / kCluster), x_map, step * kDepth,
-                    first_row + static_cast<int>(rank) * (kRows / kCluster), full);
-        const uint32_t weights_at = at + S::kXBytes;
-        copy_box(weights_at, weight_map, step * kDepth, first_out, full);
-        if (S::kGated) {
-          copy_box(weights_at + S::kOuts * kRowBytes, weight_map, step * kDepth,
-                   p.outs + first_out, full);
+      int count = 0;
+      for (int pair = blockIdx.x / kCluster; pair < pairs; pair += stride) {
+        const int first_row = pair % row_tiles * kRows;
+        const int first_out = (pair / row_tiles * kCluster + static_cast<int>(rank)) * S::kOuts;
+        for (int step = 0; step < steps; ++step, ++count) {
+          const int slot = count % kStages;
+          const uint32_t full = full_at + slot * 8, at = ring_at + slot * S::kStageBytes;
+          if (count >= kStages) barrier_wait(empty_at + slot * 8, (count / kStages - 1) & 1);
+          barrier_expect(full, S::kStageBytes);
+          copy_box_to((1 << kCluster) - 1, at + rank * (S::kXBytes / kCluster), x_map,
+                      step * kDepth, first_row + static_cast<int>(rank) * (kRows / kCluster), full);
+          const uint32_t weights_at = at + S::kXBytes;
+          copy_box(weights_at, weight_map, step * kDepth, first_out, full);
+          if (S::kGated) {
+            copy_box(weights_at + S::kOuts * kRowBytes, weight_map, step * kDepth,
+                     p.outs + first_out, full);
+          }
         }
       }
     }
+    __syncwarp();
   } else {
     const int group = warp / 4 - 1;
-    float sums[S::kColumns / 8][4];
-    for (int step = 0; step < steps; ++step) {
-      const int slot = step % kStages;
-      const uint32_t at = ring_at + slot * S::kStageBytes;
-      barrier_wait_cluster(full_at + slot * 8, step / kStages & 1);
-      const uint64_t x = swizzled_matrix(at + group * 64 * kRowBytes);
-      const uint64_t weight = swizzled_matrix(at + S::kXBytes);
-      wgmma_begin();
-#pragma unroll
-      for (int part = 0; part < kDepth / 16; ++part) {
-        multiply_tile(sums, x + part * 2, weight + part * 2, step + part > 0, T());
+    uint8_t* const biases = memory + (empty_at + kStages * 8 - shared_address(memory)) +
+                            group * 2 * S::kColumns * 2;
+    int count = 0, turn = 0;
+    for (int pair = blockIdx.x / kCluster; pair < pairs; pair += stride, turn ^= 1) {
+      const int first_row = pair % row_tiles * kRows;
+      const int first_out = (pair / row_tiles * kCluster + static_cast<int>(rank)) * S::kOuts;
+      uint32_t* const bias = reinterpret_cast<uint32_t*>(biases + turn * S::kColumns * 2);
+      if (!S::kGated) {
+        const int place = threadIdx.x % 128, column = first_out + 2 * place;
+        uint32_t two = 0;
+        if (p.bias && column < p.outs) two = *reinterpret_cast<const uint32_t*>(p.bias + column);
+        bias[place] = two;
       }
-      wgmma_commit();
-      // The step before is done: both blocks may copy into its place.
-      wgmma_wait<1>();
-      if (step > 0 && lane < kCluster) {
-        barrier_arrive_at(empty_at + (step - 1) % kStages * 8, lane);
-      }
-    }
-    wgmma_wait<0>();
-
-    const int row = first_row + group * 64 + warp % 4 * 16 + lane / 4;
-    constexpr int kTiles = S::kOuts / 8;
+      float sums[S::kColumns / 8][4];
+      for (int step = 0; step < steps; ++step, ++count) {
+        const int slot = count % kStages;
+        const uint32_t at = ring_at + slot * S::kStageBytes;
+        barrier_wait(full_at + slot * 8, count / kStages & 1);
+        const uint64_t x = swizzled_matrix(at + group * 64 * kRowBytes);
+        const uint64_t weight = swizzled_matrix(at + S::kXBytes);
+        wgmma_begin();
 #pragma unroll
-    for (int i = 0; i < kTiles; i += 4) {
-      uint32_t words[2][4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float(&c)[4] = sums[i + j];
-        if (S::kGated) {
-          const float(&g)[4] = sums[(i + j + kTiles) % (S::kColumns / 8)];
-#pragma unroll
-          for (int k = 0; k < 4; ++k) c[k] = silu(c[k]) * g[k];
-        } else {
-          const int column = first_out + (i + j) * 8 + lane % 4 * 2;
-          float2 bias = {0.0f, 0.0f};
-          if (p.bias && column < p.outs) {
-            bias = widen(*reinterpret_cast<const typename Pair<T>::type*>(p.bias + column));
-          }
-          c[0] = quick_gelu(c[0] + bias.x);
-          c[1] = quick_gelu(c[1] + bias.y);
-          c[2] = quick_gelu(c[2] + bias.x);
-          c[3] = quick_gelu(c[3] + bias.y);
+        for (int part = 0; part < kDepth / 16; ++part) {
+          multiply_tile(sums, x + part * 2, weight + part * 2, step + part > 0, T());
         }
-        words[0][j] = narrow<T>(c[0], c[1]);
-        words[1][j] = narrow<T>(c[2], c[3]);
+        wgmma_commit();
+        // The step before is done: both blocks may copy into its place.
+        wgmma_wait<1>();
+        if (step > 0 && lane < kCluster) {
+          barrier_arrive_at(empty_at + (count - 1) % kStages * 8, lane);
+        }
       }
-      const int column = first_out + (i + lane % 4) * 8;
+      wgmma_wait<0>();
+      if (lane < kCluster) barrier_arrive_at(empty_at + (count - 1) % kStages * 8, lane);
+      // The group's biases are there.
+      if (!S::kGated) named_wait<128>(1 + group);
+
+      const int row = first_row + group * 64 + warp % 4 * 16 + lane / 4;
+      constexpr int kTiles = S::kOuts / 8;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4 eight = gather_tile(words[half], lane);
-        if (row + half * 8 < p.rows && column < p.outs) {
-          *reinterpret_cast<uint4*>(p.out + static_cast<int64_t>(row + half * 8) * p.outs + column) =
-              eight;
+      for (int i = 0; i < kTiles; i += 4) {
+        uint32_t words[2][4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float(&c)[4] = sums[i + j];
+          if (S::kGated) {
+            const float(&g)[4] = sums[(i + j + kTiles) % (S::kColumns / 8)];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) c[k] *= sigmoid<T>(c[k]) * g[k];
+          } else {
+            const uint32_t raw = bias[(i + j) * 4 + lane % 4];
+            const float2 two = widen(*reinterpret_cast<const typename Pair<T>::type*>(&raw));
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              c[k] += k % 2 ? two.y : two.x;
+              c[k] *= sigmoid<T>(1.702f * c[k]);
+            }
+          }
+          words[0][j] = narrow<T>(c[0], c[1]);
+          words[1][j] = narrow<T>(c[2], c[3]);
+        }
+        const int column = first_out + (i + lane % 4) * 8;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint4 eight = gather_tile(words[half], lane);
+          if (row + half * 8 < p.rows && column < p.outs) {
+            *reinterpret_cast<uint4*>(p.out + static_cast<int64_t>(row + half * 8) * p.outs +
+                                      column) = eight;
+          }
         }
       }
     }
@@ -211,8 +243,13 @@ int launch(const qwen_vl_product& s, const void* x, const void* weight, const vo
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
   if (error) return error;
-  const int columns = (s.outs + S::kOuts - 1) / S::kOuts;
-  const dim3 grid((columns + kCluster - 1) / kCluster * kCluster, (s.rows + kRows - 1) / kRows);
+  int device, processors;
+  cudaError_t known = cudaGetDevice(&device);
+  if (!known) known = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (known) return known;
+  const int pairs = (s.rows + kRows - 1) / kRows *
+                    ((s.outs + kCluster * S::kOuts - 1) / (kCluster * S::kOuts));
+  const dim3 grid(kCluster * (pairs < processors / kCluster ? pairs : processors / kCluster));
   kernel<<<grid, kThreads, S::kSharedBytes, stream>>>(
       x_map, weight_map, {static_cast<const T*>(bias), static_cast<T*>(out), s.rows, s.outs, s.ins});
   return cudaSuccess;

@@ -42,10 +42,6 @@ __device__ inline void barrier_init(uint32_t barrier, int arrivals) {
 __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// Arrives when this thread's copies so far (cp.async) have landed.
-__device__ inline void barrier_arrive_with_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\nagain:\n"
@@ -53,6 +49,16 @@ __device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
       "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+// Registers of a warpgroup: what copying warps do without, multiplying ones get.
+template <int kCount>
+__device__ inline void registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+}
+template <int kCount>
+__device__ inline void registers_up() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
 // Named barriers: one group of threads goes on when another has passed a point.

@@ -29,7 +29,7 @@ __device__ inline void cluster_sync() {
 __device__ inline void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
       "r"(rank)
       : "memory");
 }
@@ -37,15 +37,6 @@ __device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-__device__ inline void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nagain:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra finished;\nbra again;\nfinished:\n}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
 // Copies a box of a tensor into shared memory of this block, or of all blocks in `mask`.
 __device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int column, int row,
                                 uint32_t barrier) {
