@@ -28,8 +28,8 @@ from qwen_vl_ros.engine.text import TextStream
 from qwen_vl_ros.engine.types import Answer, Delta, Done, Request
 from qwen_vl_ros.measure.timeline import Timeline
 
-#: How an answer is labelled whose pictures were encoded in bands.
-BANDS = 'micro_batch'
+#: How an answer is labelled whose pictures were encoded in bands, or in part.
+BANDS, DROPPED = 'micro_batch', 'keep_ratio'
 
 
 class Shared(Protocol):
@@ -345,12 +345,13 @@ class Running:
         observe = getattr(shared.options.selector, 'observe', None)
         if observe is not None:
             observe(self.request, self.visuals, self.prompt, tuple(state.ids))
-        bands = self.micro_batch < 1 and bool(shown)
+        seen, kept = sum(v.total for v in shown), sum(v.kept for v in shown)
+        labels = ((BANDS, self.micro_batch < 1 and bool(shown)), (DROPPED, kept < seen))
         return Done(Answer(
             said, state.reason, tuple(state.ids), state.confidence,
-            sum(v.total for v in shown), sum(v.kept for v in shown), self.prompt.ids.size,
-            self.timeline, state.margin, tuple(v.unit_map for v in self.visuals),
-            (BANDS,) if bands else ()))
+            seen, kept, self.prompt.ids.size, self.timeline, state.margin,
+            tuple(v.unit_map for v in self.visuals),
+            tuple(label for label, holds in labels if holds)))
 
     def release(self) -> None:
         """Take the sequence out of the decoder."""

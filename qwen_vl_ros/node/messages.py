@@ -124,6 +124,7 @@ def answer_message(
     if question.options.get('json_schema') and is_json(answer.text):
         message.json = answer.text
     message.confidence = float(answer.confidence)
+    message.approximate = list(answer.approximate)
     message.metrics = metrics_message(answer, peak_gb_s)
     return message
 

@@ -17,6 +17,7 @@ from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.types import Delta, Stage
 from qwen_vl_ros.node.continuous import ContinuousMode
 from qwen_vl_ros.node.diagnostics import pipeline_status
+from qwen_vl_ros.node.messages import answer_message
 from qwen_vl_ros.node.parameters import Settings
 from qwen_vl_ros.node.perception import Perception
 from qwen_vl_ros.node.requests import Job, Outcome, Question
@@ -218,13 +219,15 @@ def test_an_unknown_camera_is_refused_by_name():
 
 
 def test_micro_batches_below_one_are_labelled(engine):
-    core = Perception(engine, Settings(cameras=('a',), scheduler_micro_batch=0.5), lambda: NOW)
+    core = Perception(engine, Settings(
+        cameras=('a',), scheduler_micro_batch=0.5, pruning_min_tokens=1), lambda: NOW)
     core.start()
     core.receive('a', image(0))
     assert pipeline_status(core.overlap)[2]['approximate'] == 'micro_batch'
-    _, events = ask(core, 'what ?')
+    job, events = ask(core, 'what ?', options={'keep_ratio': 0.5})
     wait_for(lambda: events.outcome, 60)
-    assert events.outcome.answer.approximate == ('micro_batch',)
+    message = answer_message(job, events.outcome)
+    assert list(message.approximate) == ['micro_batch', 'keep_ratio']
     started = time.monotonic()
     assert core.stop() and time.monotonic() - started < 5
 
