@@ -28,8 +28,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Options of a stage that keep it short.
 QUICK = {'patches': ['--seconds', '0.3', '--threads', '1'], 'answer': ['--seconds', '1'],
+         'projection': ['--calls', '10', '--replays', '5'],
          'eval': ['--items', '10', '--keep', '1'],
          'observe': ['--answers', '10', '--windows', '6'],
+         'overlap': ['--seconds', '1', '--cameras', '2', '--tokens', '8', '--questions', '2'],
          'roofline': ['--most-rows', '64'], 'interconnect': ['--most-bytes', '16777216']}
 
 

@@ -97,10 +97,14 @@ def commit() -> str:
 
 
 def command() -> str:
-    """Return the command line, with paths as seen from the repository."""
-    words = [os.path.relpath(word, ROOT) if word.startswith(str(ROOT)) else word
-             for word in sys.argv]
-    words[0] = os.path.relpath(Path(sys.argv[0]).resolve(), ROOT)
+    """Return the command line, with paths as seen from the repository, others by their names."""
+    words = []
+    for word in sys.argv:
+        if word.startswith(str(ROOT)):
+            word = os.path.relpath(word, ROOT)
+        words.append(Path(word).name if os.path.isabs(word) else word)
+    own = Path(sys.argv[0]).resolve()
+    words[0] = os.path.relpath(own, ROOT) if own.is_relative_to(ROOT) else own.name
     return shlex.join(['python', *words])
 
 

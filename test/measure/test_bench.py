@@ -1,6 +1,7 @@
 """Files of records: what is refused, compared and rendered; and the command over two stages."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,54 @@ def test_every_stage_keeps_to_the_dispatchers_contract():
     for name in stages:
         module = importlib.import_module(f'benchmarks.stages.{name}')
         assert callable(module.add_arguments) and callable(module.run)
+
+
+def test_the_profilers_figures_stand_beside_our_own():
+    from benchmarks.stages._counters import READ, STORED, WRITTEN, NoProfiler, parse
+
+    names = ['ID', 'Kernel Name', READ, WRITTEN, STORED]
+    rows = [['', '', 'byte', 'byte', 'byte']]
+    # make_patches, project, embed, project: once to warm up, once counted.
+    for turn in (9, 1):
+        rows += [[str(turn), 'make_patches(Picture)', f'{2_764_800 * turn:,}', '0', '2,812,992'],
+                 [str(turn), 'void project<__half>', '4,369,472', '99', '12,247,040'],
+                 [str(turn), 'void embed<__half>', '4,753,408', '0', '12,247,040'],
+                 [str(turn), 'void project<__half>', '2,476,112', '0', '4,003,840']]
+    text = [','.join(f'"{cell}"' for cell in row) for row in (names, *rows)]
+    found = parse(['==PROF== noise', *text])
+    assert [round(one.off, 3) for one in found] == [0.0, 0.0, 0.026, 0.0]
+    assert found[1].written == 99 and found[0].read == 2_764_800
+    for lines, words in (([], 'said nothing'), (['==ERROR== no counters'], 'no counters'),
+                         (text[:4], '2 launches')):
+        with pytest.raises(NoProfiler, match=words):
+            parse(lines)
+
+
+def test_windows_change_places_and_give_an_interval():
+    from benchmarks.stages._node import interval, windows
+
+    clock, order = [0.0], []
+
+    def work(on):
+        order.append(on)
+        clock[0] += 1.02 if on else 1.0
+
+    taken = windows(work, 50, lambda on: clock.__setitem__(0, clock[0] + 7.0),
+                    {'seconds': lambda: clock[0]})
+    assert (len(order) == 100 and order[:2] != order[2:4]) or order[4:6] != order[:2]
+    middle, low, high = interval(taken['seconds'][True], taken['seconds'][False])
+    assert middle == pytest.approx(1.02) and low <= middle <= high
+    noisy = [1.0 + 0.3 * (i % 7) for i in range(50)]
+    middle, low, high = interval(noisy, noisy[::-1])
+    assert low < middle < high
+
+
+def test_a_command_names_no_place_outside(monkeypatch, tmp_path):
+    from qwen_vl_ros.measure.record import command
+
+    monkeypatch.setattr(sys, 'argv', [
+        str(ROOT / 'benchmarks' / 'run.py'), '--json', str(tmp_path / 'x.json'), '--size', '1x2'])
+    assert command() == 'python benchmarks/run.py --json x.json --size 1x2'
 
 
 def test_this_machine_has_a_name():
