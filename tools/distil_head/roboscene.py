@@ -170,7 +170,7 @@ class Distiller:
             for group in groups(batch, self.device):
                 target, good = teacher(self.model, group)
                 group.samples = group.samples.half()
-                group.pictures, group.rgb = group.rgb.shape[0], group.rgb[:0]
+                group.pictures, group.rgb = group.rgb.shape[0], group.rgb.new_empty(0)
                 taught.append((group, target.half(), good))
             if self.args.steps or time.monotonic() - begin > teach_seconds:
                 break
