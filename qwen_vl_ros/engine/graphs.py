@@ -106,7 +106,7 @@ class Graphs:
     :param most: graphs kept.
     """
 
-    def __init__(self, device: torch.device, name: str, most: int = 12) -> None:
+    def __init__(self, device: torch.device, name: str, most: int = 24) -> None:
         self._device = device
         self._name = name
         self._most = most

@@ -28,19 +28,21 @@ __global__ void __launch_bounds__(kThreads)
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= rows * chunks * groups) return;
   const int chunk = i % chunks, group = i / chunks % groups, row = i / chunks / groups;
+  T* const at = qkv + (static_cast<int64_t>(row) * 3 * heads + group * kHeadsAThread) * head_dim +
+                chunk * 8;
+  // All on their way before the first is waited for.
   const int2 spot = spots[row];
-  float2 angles[8];
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const int c = chunk * 8 + j;
-    angles[j] = c < quarter ? turns[spot.x * quarter + c] : turns[spot.y * quarter + c - quarter];
-  }
-  T* const at = qkv + (static_cast<int64_t>(row) * 3 * heads + group * kHeadsAThread) * head_dim + chunk * 8;
   uint4 raw[kHeadsAThread][2];
 #pragma unroll
   for (int h = 0; h < kHeadsAThread; ++h) {
     raw[h][0] = *reinterpret_cast<const uint4*>(at + h * head_dim);
     raw[h][1] = *reinterpret_cast<const uint4*>(at + h * head_dim + half);
+  }
+  float2 angles[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const int c = chunk * 8 + j;
+    angles[j] = c < quarter ? turns[spot.x * quarter + c] : turns[spot.y * quarter + c - quarter];
   }
 #pragma unroll
   for (int h = 0; h < kHeadsAThread; ++h) {
