@@ -69,6 +69,10 @@ def plan_visual(
                 ErrorCode.BAD_REQUEST,
                 f'the keep mask is {keep.dtype} {list(keep.shape)}; expected bool [{total}] for a '
                 f'grid of {grid[0]}x{grid[1] // 2}x{grid[2] // 2} units')
+        if not keep.any():
+            raise EngineError(
+                ErrorCode.BAD_REQUEST,
+                f'the keep mask keeps none of the {total} units; expected at least one')
         if keep.all():
             keep = None
     units = None if keep is None else np.flatnonzero(keep)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.kv_cache import KVCache
 from qwen_vl_ros.engine.patches import extract_patches, grid_of
 from qwen_vl_ros.engine.prompt import VisualToken
@@ -214,9 +215,11 @@ def test_cached_decode_with_drops_equals_recomputing(engine, picture):
     assert list(done.answer.token_ids) == tokens
 
 
-def test_dropping_everything_leaves_a_valid_prompt(engine, picture):
+def test_dropping_everything_is_refused_and_harms_nobody(engine, picture):
     nothing = Visual((picture(112, 112),), np.zeros(16, bool))
-    done = list(engine.answer(Request(QUESTION, (nothing,), max_new_tokens=3)))[-1]
-    assert done.answer.vision_tokens_in == 16
-    assert done.answer.vision_tokens_kept == 0
-    assert done.answer.finish_reason in ('stop', 'length')
+    with pytest.raises(EngineError, match='keeps none of the 16 units') as caught:
+        list(engine.answer(Request(QUESTION, (nothing,), max_new_tokens=3)))
+    assert caught.value.code == ErrorCode.BAD_REQUEST
+    one = Visual((picture(112, 112),), np.arange(16) == 5)
+    done = list(engine.answer(Request(QUESTION, (one,), max_new_tokens=3)))[-1]
+    assert (done.answer.vision_tokens_in, done.answer.vision_tokens_kept) == (16, 1)
