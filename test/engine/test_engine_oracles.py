@@ -153,7 +153,7 @@ def test_golden_positions_of_a_clip_longer_than_its_sides(engine):
 def test_dropping_does_not_move_the_decode_position(engine, picture):
     frame = picture(448, 336)
     whole, _ = engine.trace(Request(QUESTION, (Visual((frame,)),)))
-    for keep in (random_keep(192, 0.1), np.zeros(192, bool), np.arange(192) == 0):
+    for keep in (random_keep(192, 0.1), np.arange(192) == 191, np.arange(192) == 0):
         pruned, _ = engine.trace(Request(QUESTION, (Visual((frame,), keep),)))
         assert pruned.next_position == whole.next_position
         start, stop = whole.spans[0]
