@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from qwen_vl_ros.engine.config import VisionConfig
 from qwen_vl_ros.engine.cuda_encoder import EPS, CudaEncoder
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.layers import Linear, activate, inverse_frequencies, rotate
 from qwen_vl_ros.engine.patches import IMAGE_MEAN, IMAGE_STD
 
@@ -92,11 +93,13 @@ class VisionEncoder:
         :param units: int64, indices of the units to keep in any order; ``None`` keeps all.
         :param probe: is shown the rotated queries and keys of every block; it changes nothing.
         :return: [kept units, out_width] in raster order, the encoder's dtype.
+        :raises EngineError: BAD_REQUEST for patches or units of another grid.
         """
         t, h, w = grid
         area = h * w // 4
         # Sorted where they are: on the host nothing has to wait for the device.
         units = None if units is None else units.sort().values
+        check_units(patches, grid, units)
         if units is not None and patches.dtype == torch.uint8:
             patches = patches.reshape(t * area, 4, -1)[units.to(self.device)].flatten(0, 1)
         if patches.shape[0] == 0:
@@ -168,6 +171,28 @@ class VisionEncoder:
         y = F.layer_norm(x, (self.config.width,), *self.merge_norm, EPS)
         y = self.merge_fc1(y.reshape(-1, self.config.width * self.config.merge ** 2))
         return self.merge_fc2(F.gelu(y))
+
+
+def check_units(patches: Tensor, grid: tuple[int, int, int], units: Tensor | None) -> None:
+    """
+    Hold patches and kept units against their grid; on a GPU a wrong index would end the process.
+
+    :param patches: as for :meth:`VisionEncoder.encode`.
+    :param units: ascending.
+    :raises EngineError: BAD_REQUEST with what was found and expected.
+    """
+    t, h, w = grid
+    count = t * h * w // 4
+    if units is not None and units.numel() and not 0 <= int(units[0]) <= int(units[-1]) < count:
+        raise EngineError(
+            ErrorCode.BAD_REQUEST,
+            f'units {int(units[0])} to {int(units[-1])} are kept of a grid {t}x{h}x{w} that has '
+            f'{count}')
+    kept = count if units is None or patches.dtype == torch.uint8 else units.numel()
+    if patches.shape[0] != 4 * kept:
+        raise EngineError(
+            ErrorCode.BAD_REQUEST,
+            f'{patches.shape[0]} patches came for a grid {t}x{h}x{w}; expected {4 * kept}')
 
 
 def fold_still(kernel: Tensor) -> tuple[Tensor, Tensor]:

@@ -96,6 +96,20 @@ def test_a_mask_that_keeps_nothing_and_a_grid_outside_the_table(fused, monkeypat
     fused.encode(patches_of((1, 4, 4)), (1, 4, 4))
 
 
+@pytest.mark.parametrize('grid,kept', [
+    ((1, 4, 4), [0, 4]), ((1, 4, 4), [-1, 2]), ((2, 4, 4), None), ((1, 4, 6), [0])])
+def test_masks_and_patches_of_another_grid_are_refused(fused, grid, kept):
+    """Before anything runs: on a GPU a wrong index would end the process."""
+    units = None if kept is None else torch.tensor(kept)
+    for own in (fused.fused, None):
+        fused.fused = own
+        with pytest.raises(EngineError) as caught:
+            fused.encode(patches_of((1, 4, 4)), grid, units)
+        assert caught.value.code == ErrorCode.BAD_REQUEST
+    with pytest.raises(EngineError, match='12 patches came for a grid 1x4x4; expected 8'):
+        fused.encode(torch.zeros(12, fused.config.width), (1, 4, 4), torch.tensor([1, 2]))
+
+
 def test_after_running_out_of_memory_the_next_picture_works(fused, monkeypatch):
     grid = (1, 12, 8)
     with torch.inference_mode():
