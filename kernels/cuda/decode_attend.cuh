@@ -66,14 +66,6 @@ __device__ void attend(const Params& p, const T* queries, int heads, const T* ke
           Pair<T>::mma(c, a.z, b.z, a.w, b.w, q[i].z, q[i].w);
         }
       }
-      uint4 v0[4], v1[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i < blocks) {
-          v0[i] = load_far16(low + values + i * 32);
-          v1[i] = load_far16(high + values + i * 32);
-        }
-      }
       // A row past the end repeats the last one; its probability is zero.
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
@@ -97,12 +89,21 @@ __device__ void attend(const Params& p, const T* queries, int heads, const T* ke
       const uint32_t b0 = transpose8(Pair<T>::pack(c[0], c[1]));
       const uint32_t b1 = transpose8(Pair<T>::pack(c[2], c[3]));
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i < blocks) {
-          Pair<T>::mma(acc[2 * i], transpose8(v0[i].x), transpose8(v0[i].y), transpose8(v1[i].x),
+      for (int half = 0; half < 2; ++half) {
+        if (2 * half >= blocks) break;
+        uint4 v0[2], v1[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          v0[i] = load_far16(low + values + (2 * half + i) * 32);
+          v1[i] = load_far16(high + values + (2 * half + i) * 32);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float(&even)[4] = acc[4 * half + 2 * i], (&odd)[4] = acc[4 * half + 2 * i + 1];
+          Pair<T>::mma(even, transpose8(v0[i].x), transpose8(v0[i].y), transpose8(v1[i].x),
                        transpose8(v1[i].y), b0, b1);
-          Pair<T>::mma(acc[2 * i + 1], transpose8(v0[i].z), transpose8(v0[i].w),
-                       transpose8(v1[i].z), transpose8(v1[i].w), b0, b1);
+          Pair<T>::mma(odd, transpose8(v0[i].z), transpose8(v0[i].w), transpose8(v1[i].z),
+                       transpose8(v1[i].w), b0, b1);
         }
       }
     }
@@ -153,19 +154,21 @@ __device__ void attend(const Params& p, const T* queries, int heads, const T* ke
   __syncthreads();
   const float2* all = reinterpret_cast<const float2*>(scratch);
   // Element pair e: of matrix i, lane l, rows of the first or second half.
-  const int e = threadIdx.x, i = e / 64, l = e % 64 / 2, half = e % 2;
-  float2 v = make_float2(0.f, 0.f);
+  for (int e = threadIdx.x; e < 512; e += kThreads) {
+    const int i = e / 64, l = e % 64 / 2, half = e % 2;
+    float2 v = make_float2(0.f, 0.f);
 #pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    const float2 o = all[w * 512 + e];
-    v.x += o.x;
-    v.y += o.y;
-  }
-  const int row = l / 4, head = l % 4 * 2;
-  const int d = i / 2 * 32 + row / 2 * 8 + row % 2 + i % 2 * 4 + half * 2;
-  if (d < dim) {
-    if (head < heads) out[static_cast<int64_t>(head) * kMaxSplits * dim + d] = v.x;
-    if (head + 1 < heads) out[static_cast<int64_t>(head + 1) * kMaxSplits * dim + d] = v.y;
+    for (int w = 0; w < 4; ++w) {
+      const float2 o = all[w * 512 + e];
+      v.x += o.x;
+      v.y += o.y;
+    }
+    const int row = l / 4, head = l % 4 * 2;
+    const int d = i / 2 * 32 + row / 2 * 8 + row % 2 + i % 2 * 4 + half * 2;
+    if (d < dim) {
+      if (head < heads) out[static_cast<int64_t>(head) * kMaxSplits * dim + d] = v.x;
+      if (head + 1 < heads) out[static_cast<int64_t>(head + 1) * kMaxSplits * dim + d] = v.y;
+    }
   }
   if (threadIdx.x < heads) {
     const int h = threadIdx.x;

@@ -2,7 +2,7 @@
 #ifndef QWEN_VL_DECODE_BARRIER_CUH_
 #define QWEN_VL_DECODE_BARRIER_CUH_
 
-#include "decode_types.cuh"
+#include "decode_tables.cuh"
 
 namespace qwen_vl {
 namespace decode {
@@ -14,35 +14,31 @@ class Barrier {
  public:
   static constexpr long long kPatience = 2000000000;  // clocks
 
-  __device__ Barrier(unsigned long long* arrived, int* stuck) : arrived_(arrived), stuck_(stuck) {
-    if (threadIdx.x == 0) {
+  __device__ explicit Barrier(const Params& p, Tables& tables) : p_(p), tables_(tables) {
+    if (threadIdx.x == kServiceThread) {
       // Before this block has arrived, the first round cannot have ended.
-      const unsigned long long seen = *reinterpret_cast<volatile unsigned long long*>(arrived);
-      target_ = seen - seen % gridDim.x;
+      const unsigned long long seen = *reinterpret_cast<volatile unsigned long long*>(p.arrived);
+      tables.target = seen - seen % gridDim.x;
+      tables.given_up = 0;
     }
   }
 
   // Tells the others that what this block wrote can be read.
   __device__ void arrive() {
     __syncthreads();
-    if (threadIdx.x == 0) {
-      asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(arrived_), "l"(1ull)
-                   : "memory");
-    }
+    if (threadIdx.x == kServiceThread) add_release(p_.arrived);
   }
 
   // Waits until all others have told so.
   __device__ void wait() {
-    if (threadIdx.x == 0) {
-      target_ += gridDim.x;
+    if (threadIdx.x == kServiceThread) {
+      const unsigned long long target = tables_.target + gridDim.x;
+      tables_.target = target;
       const long long start = clock64();
-      unsigned long long seen;
-      while (!given_up_) {
-        asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(seen) : "l"(arrived_) : "memory");
-        if (seen >= target_) break;
+      while (!tables_.given_up && load_acquire(p_.arrived) < target) {
         if (clock64() - start > kPatience) {
-          given_up_ = true;
-          atomicExch(stuck_, 1);
+          tables_.given_up = 1;
+          atomicExch(p_.stuck, 1);
         }
       }
     }
@@ -50,10 +46,8 @@ class Barrier {
   }
 
  private:
-  unsigned long long* const arrived_;
-  int* const stuck_;
-  unsigned long long target_ = 0;
-  bool given_up_ = false;
+  const Params& p_;
+  Tables& tables_;
 };
 
 }  // namespace decode

@@ -46,9 +46,7 @@ __device__ constexpr float nibble_bias() {
 template <class T>
 __device__ inline uint32_t nibbles(uint32_t w) {
   constexpr uint32_t kMagic = std::is_same<T, __half>::value ? 0x64006400u : 0x43004300u;
-  uint32_t d;
-  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(w), "n"(0x000f000f), "n"(kMagic));
-  return d;
+  return and_or<0x000f000fu, kMagic>(w);
 }
 
 // Bytes 0 and 2 of a word -> two numbers, exact. Signed codes; unsigned ones come 128 too small.

@@ -66,7 +66,7 @@ __device__ void stage_norm(const Params& p, const Staged& s, const float* from, 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   uint8_t* const kept = s.act + s.stride - width * 4 - kActPad;
 #pragma unroll 1
-  for (int unit = warp; unit < units; unit += kWarps) {
+  for (int unit = warp; unit < units; unit += kThreads / 32) {
     const int row = divided(unit, p.by_norm_units), k = (unit - row * per) * 256 + lane * 8;
     float v[8];
     if (tokens) {
@@ -107,7 +107,7 @@ __device__ void stage_norm(const Params& p, const Staged& s, const float* from, 
   }
   __syncthreads();
 #pragma unroll 1
-  for (int unit = warp; unit < units; unit += kWarps) {
+  for (int unit = warp; unit < units; unit += kThreads / 32) {
     const int row = divided(unit, p.by_norm_units), c = (unit - row * per) * 32 + lane;
     const uint4 raw = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(weight) + c * 8));
     float sum = 0.f;
@@ -129,7 +129,7 @@ __device__ void stage_norm(const Params& p, const Staged& s, const float* from, 
 template <class T, int kForm>
 __device__ void stage_copy(const Params& p, const Staged& s) {
   const int per = p.m.mlp / 8, total = p.l.count * per;
-#pragma unroll 2
+#pragma unroll 4
   for (int i = threadIdx.x; i - static_cast<int>(threadIdx.x % 32) < total; i += kThreads) {
     const bool real = i < total;
     const int row = real ? divided(i, p.by_mlp) : 0, c = real ? i - row * per : 0;

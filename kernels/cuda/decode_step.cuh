@@ -19,25 +19,17 @@ namespace decode {
 
 template <class T, int kForm, int kHeadForm>
 struct Step {
-  // A part of the attention of one sequence's group of heads.
-  struct Unit {
-    int row, kv, part, begin, end;
-  };
-
   const Params& p;
   uint8_t* const shared;
   Tables& tables;
   Stream<kForm, kHeadForm> stream;
   Barrier barrier;
-  Best best[2];
-  Unit unit;  // this block's first
-  int unit_count = 0;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int layer = 0;
 
   __device__ Step(const Params& params, uint8_t* memory, Tables& filled)
       : p(params), shared(memory), tables(filled),
-        stream(params, filled, memory), barrier(params.arrived, params.stuck) {}
+        stream(params, filled, memory), barrier(params, filled) {}
 
   __device__ Staged staged() const {
     return Staged{shared + p.offset_act, reinterpret_cast<float*>(shared + p.offset_sums),
@@ -49,20 +41,23 @@ struct Step {
   //
   // A tile that several warps share belongs to the first of them, which keeps its sums and adds
   // those that the others leave in shared memory, in their order.
-  template <int kOp>
-  __device__ void multiply() {
-    constexpr int kOwn = kOp == kHead ? kHeadForm : kForm;
-    const WarpShare share = tables.share[kOp][warp];
-    const OpInfo& info = tables.op[kOp];
+  template <int kOwn, bool kLayers>
+  __device__ void multiply(int op, Best* best) {
+    WarpShare share = tables.share[op][QVL_SERVICE ? min(warp, kWarps - 1) : warp];
+    if (QVL_SERVICE && warp == kWarps) share.begin = share.end;
+    const OpInfo& info = tables.op[op];
     const int block_begin = info.begin, block_end = info.end, per_tile = info.per_tile;
     const int columns = (p.l.count + 1) / 2;
-    float4* const slots = reinterpret_cast<float4*>(shared + p.offset_slots) + g * columns + t;
+    float4* const slot =
+        reinterpret_cast<float4*>(shared + p.offset_slots) + (warp * 8 + g) * columns + t;
     const bool live = g < p.l.count, kept = t < columns;
     const uint8_t* const act = shared + p.offset_act + g * p.act_stride + t * 16;
     const float* const sums = reinterpret_cast<const float*>(shared + p.offset_sums);
     const int groups = grouped(kOwn) ? form_inputs(kOwn) / p.m.group * kRows : 0;
-    int at = share.begin, tile = share.tile, place = share.at, own_end = 0;
+    int at = share.begin, tile = share.tile, place = share.at;
+    bool own = false;
     float acc[4] = {};
+    if (at == share.end && kept && warp < kWarps) *slot = make_float4(0.f, 0.f, 0.f, 0.f);
     while (at < share.end) {
       const int tile_end = at - place + per_tile, stop = min(share.end, tile_end);
       const bool begins = place == 0 || at == block_begin;
@@ -85,50 +80,48 @@ struct Step {
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) acc[j] = (chains[0][j] + chains[1][j]) * (j < 2 ? low : high);
-      if (begins && ends) {
-        finish<kOp>(tile, acc, info);
-      } else if (begins) {
-        own_end = min(tile_end, block_end);
+      own = begins && !ends;
+      if (own) break;
+      if (begins) {
+        finish<kLayers>(op, tile, acc, info, best);
       } else if (kept) {
-        slots[warp * 8 * columns] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+        *slot = make_float4(acc[0], acc[1], acc[2], acc[3]);
       }
-      if (own_end) break;
       ++tile;
       place = 0;
     }
     __syncthreads();
-    if (own_end) {
-      for (int w = warp + 1; w < kWarps; ++w) {
-        const WarpShare other = tables.share[kOp][w];
-        if (other.begin >= own_end) break;
-        if (kept && other.begin < other.end) {
-          const float4 v = slots[w * 8 * columns];
+    if (own) {
+      if (kept) {
+#pragma unroll 4
+        for (int w = 1; w <= share.others; ++w) {
+          const float4 v = slot[w * 8 * columns];
           acc[0] += v.x; acc[1] += v.y; acc[2] += v.z; acc[3] += v.w;
         }
       }
-      finish<kOp>(tile, acc, info);
+      finish<kLayers>(op, tile, acc, info, best);
     }
   }
 
   // Outputs g (acc[0], acc[1]: sequences 2t, 2t + 1) and g + 8 (acc[2], acc[3]) of a tile.
-  template <int kOp>
-  __device__ void finish(int tile, const float (&acc)[4], const OpInfo& info) {
-    const int row = tile_row(p.m, kOp, tile) + g;
+  template <bool kLayers>
+  __device__ void finish(int op, int tile, const float (&acc)[4], const OpInfo& info, Best* best) {
+    const int row = tile_row(p.m, op, tile) + g;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int s = 2 * t + j;
       if (s >= p.l.count) continue;
       const float low = acc[j], high = acc[2 + j];
-      if constexpr (kOp == kQkv) {
+      if constexpr (!kLayers) {
+        take_logit(best[j], s, low, row);
+        take_logit(best[j], s, high, row + 8);
+      } else if (op == kQkv) {
         finish_qkv(tile, row, s, low, high, info);
-      } else if constexpr (kOp == kGateUp) {
+      } else if (op == kGateUp) {
         static_cast<T*>(p.act)[s * p.m.mlp + row] = T(low / (1.f + __expf(-low)) * high);
-      } else if constexpr (kOp == kHead) {
-        take_logit(j, s, low, row);
-        take_logit(j, s, high, row + 8);
       } else {
         const int part = tile == info.first_tile ? info.part_first : info.part_base;
-        float* out = (kOp == kOut ? p.part_out : p.part_down) +
+        float* out = (op == kOut ? p.part_out : p.part_down) +
                      static_cast<int64_t>(part * kRows + s) * p.m.width + row;
         out[0] = low;
         out[8] = high;
@@ -161,9 +154,8 @@ struct Step {
     to[half] = T(high);
   }
 
-  __device__ void take_logit(int j, int s, float v, int token) {
+  __device__ void take_logit(Best& b, int s, float v, int token) {
     const qwen_vl_decode_row& r = tables.row[s];
-    Best& b = best[j];
     if (!isfinite(v)) b.broken = 1;
     const uint8_t* mask = p.l.mask[s];
     if (mask && !mask[token]) v = -INFINITY;
@@ -199,7 +191,7 @@ struct Step {
   }
   __device__ void attention() {
     const int group = p.m.heads / p.m.kv_heads, dim = p.m.head_dim;
-    Unit u = unit;
+    Unit u = tables.unit;
     for (int index = blockIdx.x; u.row >= 0;) {
       const int64_t head = u.row * p.m.heads + u.kv * group;
       attend<T>(p, static_cast<const T*>(p.q) + head * dim, group, keys_of(u), values_of(u),
@@ -208,7 +200,7 @@ struct Step {
                 tables.edge);
       index += gridDim.x;
       u.row = -1;
-      if (index < unit_count) u = find_unit(index);
+      if (index < tables.unit_count) u = find_unit(index);
     }
   }
 
@@ -252,39 +244,45 @@ struct Step {
     layer = 0;
     load_bias(0);
     __syncthreads();
-    unit_count = 0;
-    for (int s = 0; s < p.l.count; ++s) unit_count += tables.splits[s] * p.m.kv_heads;
-    unit = find_unit(blockIdx.x);
+    if (threadIdx.x == 0) {
+      int count = 0;
+      for (int s = 0; s < p.l.count; ++s) count += tables.splits[s] * p.m.kv_heads;
+      tables.unit_count = count;
+      tables.unit = find_unit(blockIdx.x);
+    }
   }
 
+  // One copy of the code of products and norms for all matrices: instruction caches are small.
   __device__ void run_layer() {
     const qwen_vl_decode_layer& l = tables.layer[layer];
     const int next = layer + 1 < p.m.layers ? layer + 1 : 0;
-    stage_norm<T, kForm>(p, staged(), p.x[0], p.part_down, p.m.parts_down,
-                         layer == 0 ? tables.token : nullptr, p.x[1], l.norm1, tables.squares);
-    multiply<kQkv>();
-    barrier.arrive();
-    prefetch_vectors(next);
-    if (unit.row >= 0)
-      prefetch_cache<T>(p, keys_of(unit), values_of(unit), unit.begin, unit.end);
-    barrier.wait();
-    attention();
-    barrier.arrive();
-    barrier.wait();
-    stage_attention<T, kForm>(p, staged(), tables.splits);
-    multiply<kOut>();
-    barrier.arrive();
-    barrier.wait();
-    stage_norm<T, kForm>(p, staged(), p.x[1], p.part_out, p.m.parts_out, nullptr, p.x[0], l.norm2,
-                         tables.squares);
-    multiply<kGateUp>();
-    barrier.arrive();
-    load_bias(next);
-    barrier.wait();
-    stage_copy<T, kForm>(p, staged());
-    multiply<kDown>();
-    barrier.arrive();
-    barrier.wait();
+#pragma unroll 1
+    for (int op = 0; op < kHead; ++op) {
+      if (op == kQkv || op == kGateUp) {
+        const bool second = op == kGateUp;
+        stage_norm<T, kForm>(p, staged(), p.x[second], second ? p.part_out : p.part_down,
+                             second ? p.m.parts_out : p.m.parts_down,
+                             !second && layer == 0 ? tables.token : nullptr, p.x[!second],
+                             second ? l.norm2 : l.norm1, tables.squares);
+      } else if (op == kOut) {
+        attention();
+        barrier.arrive();
+        barrier.wait();
+        stage_attention<T, kForm>(p, staged(), tables.splits);
+      } else {
+        stage_copy<T, kForm>(p, staged());
+      }
+      multiply<kForm, true>(op, nullptr);
+      barrier.arrive();
+      if (op == kQkv) {
+        prefetch_vectors(next);
+        const Unit u = tables.unit;
+        if (u.row >= 0) prefetch_cache<T>(p, keys_of(u), values_of(u), u.begin, u.end);
+      } else if (op == kGateUp) {
+        load_bias(next);
+      }
+      barrier.wait();
+    }
   }
 
   // Logits, each block's best of them, and after a barrier the best of all: every block knows the
@@ -292,8 +290,8 @@ struct Step {
   __device__ void run_head(bool last) {
     stage_norm<T, kHeadForm>(p, staged(), p.x[0], p.part_down, p.m.parts_down, nullptr, nullptr,
                              p.m.norm, tables.squares);
-    best[0] = best[1] = no_logits();
-    multiply<kHead>();
+    Best best[2] = {no_logits(), no_logits()};
+    multiply<kHeadForm, false>(kHead, best);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
@@ -301,7 +299,7 @@ struct Step {
     }
     __syncthreads();
     Best* of_warps = reinterpret_cast<Best*>(shared + p.offset_act);
-    if (g == 0) {
+    if (g == 0 && warp < kWarps) {
       of_warps[warp * kRows + 2 * t] = best[0];
       of_warps[warp * kRows + 2 * t + 1] = best[1];
     }
@@ -353,7 +351,7 @@ struct Step {
 
 template <class T, int kForm, int kHeadForm>
 __global__ void __launch_bounds__(kThreads, 1) decode_step(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) uint8_t shared[];
+  QWEN_VL_DYNAMIC_SHARED(shared);
   Tables& tables = *reinterpret_cast<Tables*>(shared + p.offset_tables);
   fill_tables(p, tables);
   __syncthreads();

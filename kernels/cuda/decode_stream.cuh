@@ -13,22 +13,24 @@ namespace decode {
 
 template <int kForm, int kHeadForm>
 class Stream {
+  static constexpr bool kScales = kForm != kFloat || kHeadForm != kFloat;
+
  public:
-  __device__ Stream(const Params& p, const Tables& tables, uint8_t* shared)
-      : p_(p), tables_(tables), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32),
-        ring_(shared + warp_ * p.depth * p.slot_bytes), ring_address_(shared_of(ring_)) {
-    next_matrix();
+  __device__ Stream(const Params& p, Tables& tables, uint8_t* shared)
+      : p_(p), tables_(tables), ring_(shared + threadIdx.x / 32 * (p.depth * p.slot_bytes)) {
+    if (threadIdx.x / 32 >= kWarps) return;
+    next_matrix(Cursor{-1, 0, 0, 0, 0});
     for (int i = 0; i < p.depth; ++i) issue();
   }
 
   // The oldest item; valid until release().
   __device__ const uint8_t* acquire() {
     wait_for(p_.depth - 1);
-    if (kForm != kFloat || kHeadForm != kFloat) __syncwarp();  // other lanes copied the scales
+    if (kScales) __syncwarp();  // other lanes copied the scales
     return ring_ + use_;
   }
   __device__ void release() {
-    if (kForm != kFloat || kHeadForm != kFloat) __syncwarp();
+    if (kScales) __syncwarp();
     use_ += p_.slot_bytes;
     if (use_ == p_.depth * p_.slot_bytes) use_ = 0;
     issue();
@@ -36,85 +38,91 @@ class Stream {
 
  private:
   // Finds the next matrix of which this warp has items.
-  __device__ void next_matrix() {
-    left_ = 0;
-    while (step_ < p_.l.steps) {
-      if (++op_ == kHead && layer_ + 1 < p_.m.layers) {
-        op_ = 0;
-        ++layer_;
-      } else if (op_ == kOps) {
-        op_ = 0;
-        layer_ = 0;
-        if (++step_ == p_.l.steps) return;
+  __device__ void next_matrix(Cursor c) {
+    const int warp = threadIdx.x / 32;
+    run_ = 0;
+    while (c.step < p_.l.steps) {
+      if (++c.op == kHead && c.layer + 1 < p_.m.layers) {
+        c.op = 0;
+        ++c.layer;
+      } else if (c.op == kOps) {
+        c.op = 0;
+        c.layer = 0;
+        if (++c.step == p_.l.steps) break;
       }
-      const WarpShare share = tables_.share[op_][warp_];
-      left_ = share.end - share.begin;
-      if (left_ > 0) {
-        tile_ = share.tile;
-        at_ = share.at;
-        find_tile();
-        return;
+      const WarpShare share = tables_.share[c.op][warp];
+      c.left = share.end - share.begin;
+      c.tile = share.tile;
+      if (c.left > 0) {
+        begin_tile(c, share.at);
+        break;
       }
     }
   }
 
-  __device__ void find_tile() {
+  __device__ void begin_tile(Cursor& c, int at) {
+    const int lane = threadIdx.x % 32;
     const qwen_vl_decode_matrix& matrix =
-        op_ == kHead ? p_.m.head : tables_.layer[layer_].op[op_];
-    const OpInfo& info = tables_.op[op_];
-    per_tile_ = info.per_tile;
-    row_bytes_ = info.row_bytes;
+        c.op == kHead ? p_.m.head : tables_.layer[c.layer].op[c.op];
+    const OpInfo& info = tables_.op[c.op];
+    const int in_row = at * kItemRow + lane % 4 * 16;
     other_ = info.other;
-    in_row_ = at_ * kItemRow + lane_ % 4 * 16;
-    from_ = static_cast<const uint8_t*>(matrix.weight) +
-            static_cast<int64_t>(tile_row(p_.m, op_, tile_) + lane_ / 4) * row_bytes_ + in_row_;
-    if (kForm != kFloat || kHeadForm != kFloat) {
-      scale_item_ = info.scale_item;
-      scales_ = static_cast<const uint8_t*>(matrix.scales) +
-                static_cast<int64_t>(tile_) * info.scale_tile + lane_ * 16;
-      const int form = op_ == kHead ? kHeadForm : kForm;
-      scale_step_ = grouped(form) ? scale_item_ : 0;
-      scales_ += at_ * scale_step_;
+    room_ = info.row_bytes - in_row;
+    from_ = static_cast<const uint8_t*>(matrix.weight) + in_row +
+            static_cast<int64_t>(tile_row(p_.m, c.op, c.tile) + lane / 4) * info.row_bytes;
+    if (kScales) {
+      const int form = c.op == kHead ? kHeadForm : kForm;
+      scale_bytes_ = info.scale_item;
+      scale_step_ = grouped(form) ? scale_bytes_ : 0;
+      scales_ = static_cast<const uint8_t*>(matrix.scales) + lane * 16 + at * scale_step_ +
+                static_cast<int64_t>(c.tile) * info.scale_tile;
+    }
+    run_ = min(info.per_tile - at, c.left);
+    c.left -= run_;
+    if (lane == 0) tables_.cursor[threadIdx.x / 32] = c;
+    __syncwarp();
+  }
+
+  __device__ void end_tile() {
+    Cursor c = tables_.cursor[threadIdx.x / 32];
+    __syncwarp();
+    if (c.left > 0) {
+      ++c.tile;
+      begin_tile(c, 0);
+    } else {
+      next_matrix(c);
     }
   }
 
   __device__ void issue() {
-    if (left_ > 0) {
-      const uint32_t to = ring_address_ + fill_ + lane_ * 16;
-      const bool whole = in_row_ < row_bytes_, more = in_row_ + 64 < row_bytes_;
+    if (run_ > 0) {
+      const int lane = threadIdx.x % 32;
+      const uint32_t to = shared_of(ring_) + fill_ + lane * 16;
+      const bool whole = room_ > 0, more = room_ > 64;
       copy16(to, from_, whole);
       copy16(to + 512, from_ + 64, more);
       copy16(to + 1024, from_ + other_, whole);
       copy16(to + 1536, from_ + other_ + 64, more);
-      if (kForm != kFloat || kHeadForm != kFloat) {
-        if (lane_ * 16 < scale_item_) copy16(to + kItem, scales_, true);
+      if (kScales) {
+        if (lane * 16 < scale_bytes_) copy16(to + kItem, scales_, true);
         scales_ += scale_step_;
       }
       fill_ += p_.slot_bytes;
       if (fill_ == p_.depth * p_.slot_bytes) fill_ = 0;
       from_ += kItemRow;
-      in_row_ += kItemRow;
-      ++at_;
-      if (--left_ == 0) {
-        next_matrix();
-      } else if (at_ == per_tile_) {
-        at_ = 0;
-        ++tile_;
-        find_tile();
-      }
+      room_ -= kItemRow;
+      if (--run_ == 0) end_tile();
     }
     commit();
   }
 
   const Params& p_;
-  const Tables& tables_;
-  const int warp_, lane_;
+  Tables& tables_;
   uint8_t* const ring_;
-  const uint32_t ring_address_;
-  int op_ = -1, layer_ = 0, step_ = 0, left_ = 0, tile_ = 0, at_ = 0, per_tile_ = 1;
-  int row_bytes_ = 0, in_row_ = 0, fill_ = 0, use_ = 0;
+  int run_ = 0;   // items left of the tile
+  int room_ = 0;  // bytes left of the row from here
   int other_ = 0;  // bytes from output g to output g + 8
-  int scale_item_ = 0, scale_step_ = 0;
+  int fill_ = 0, use_ = 0, scale_bytes_ = 0, scale_step_ = 0;
   const uint8_t *from_ = nullptr, *scales_ = nullptr;
 };
 

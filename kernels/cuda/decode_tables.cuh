@@ -13,9 +13,11 @@ namespace decode {
 constexpr int kNormUnits = 64;  // most pieces of 256 inputs of all sequences together
 constexpr int kMaxBias = 512;   // of a block's share of qkv
 
-// A warp's items [begin, end) of a matrix; the first is item `at` of tile `tile`.
+// A warp's items [begin, end) of a matrix; the first is item `at` of tile `tile`. The last tile that
+// it begins but does not end is its own; `others` warps after it have the rest.
 struct WarpShare {
-  int begin, end, tile, at;
+  int begin, end, tile;
+  int16_t at, others;
 };
 
 // A matrix and a block's share [begin, end) of it.
@@ -26,7 +28,23 @@ struct OpInfo {
   int scale_tile, scale_item;      // bytes of scales
 };
 
+// Where a warp's stream of weights is; looked at where a tile ends.
+struct Cursor {
+  int op, layer, step, tile;
+  int left;  // items of the matrix behind those of the tile
+};
+
+// A part of the attention of one sequence's group of heads; row is -1 for none.
+struct Unit {
+  int row, kv, part, begin, end;
+};
+
 struct Tables {
+  unsigned long long target;  // of the barrier
+  int given_up;
+  int unit_count;
+  Unit unit;  // this block's first
+  Cursor cursor[kWarps];
   OpInfo op[kOps];
   WarpShare share[kOps][kWarps];
   qwen_vl_decode_row row[kRows];
@@ -59,7 +77,14 @@ __device__ inline void fill_tables(const Params& p, Tables& tables) {
     s.begin = r.begin + count * warp / kWarps;
     s.end = r.begin + count * (warp + 1) / kWarps;
     s.tile = s.begin / r.per_tile;
-    s.at = s.begin - s.tile * r.per_tile;
+    s.at = static_cast<int16_t>(s.begin - s.tile * r.per_tile);
+    s.others = 0;
+    if (s.end > s.begin) {
+      const int portion = min(r.end, ((s.end - 1) / r.per_tile + 1) * r.per_tile);
+      while (warp + s.others + 1 < kWarps &&
+             r.begin + count * (warp + s.others + 1) / kWarps < portion)
+        ++s.others;
+    }
     tables.share[op][warp] = s;
     if (warp == 0) {
       const int inputs = op == kDown ? m.mlp : op == kOut ? m.heads * m.head_dim : m.width;

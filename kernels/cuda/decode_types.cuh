@@ -2,19 +2,23 @@
 #ifndef QWEN_VL_DECODE_TYPES_CUH_
 #define QWEN_VL_DECODE_TYPES_CUH_
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-
 #include <cstdint>
 #include <type_traits>
 
+#include "decode_ptx.cuh"
 #include "qwen_vl_decode.h"
 
 namespace qwen_vl {
 namespace decode {
 
-constexpr int kWarps = 16, kThreads = 32 * kWarps;
+#ifndef QVL_WARPS
+#define QVL_WARPS 12
+#endif
+#ifndef QVL_SERVICE
+#define QVL_SERVICE 0
+#endif
+constexpr int kWarps = QVL_WARPS, kThreads = 32 * (kWarps + QVL_SERVICE);
+constexpr int kServiceThread = QVL_SERVICE ? 32 * kWarps : 0;
 constexpr int kRows = QWEN_VL_DECODE_ROWS;
 constexpr int kTile = 16;                    // outputs that a warp computes at a time
 constexpr int kItemRow = 128;                // bytes of one output's weights in an item
@@ -68,51 +72,23 @@ struct Params {
   int offset_slots, offset_act, offset_sums, offset_tables;  // in shared memory, after the ring
 };
 
-__device__ inline uint32_t shared_of(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-__device__ inline void copy16(uint32_t to, const void* from, bool whole) {
-  const int bytes = whole ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(bytes)
-               : "memory");
-}
-__device__ inline void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLeft>
-__device__ inline void wait_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-}
-// Waits until at most `left` groups are under way. The deepest ring first: it is the usual one.
+constexpr int kMaxDepth = 12;
+// Waits until at most `left` groups are under way.
+template <int kLeft = kMaxDepth - 1>
 __device__ inline void wait_for(int left) {
-  if (left == 5) {
-    wait_groups<5>();
-  } else if (left == 4) {
-    wait_groups<4>();
-  } else if (left == 3) {
-    wait_groups<3>();
-  } else if (left == 2) {
-    wait_groups<2>();
-  } else if (left == 1) {
-    wait_groups<1>();
-  } else {
+  if constexpr (kLeft == 0) {
     wait_groups<0>();
+  } else if (left == kLeft) {
+    wait_groups<kLeft>();
+  } else {
+    wait_for<kLeft - 1>(left);
   }
 }
-constexpr int kMaxDepth = 6;
 
 __device__ inline uint4 load16(const uint8_t* at) { return *reinterpret_cast<const uint4*>(at); }
 __device__ inline int divided(int i, uint32_t by) {
   return by ? static_cast<int>(__umulhi(static_cast<uint32_t>(i), by)) : i;
 }
-__device__ inline void prefetch_l2(const void* p) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-}
-__device__ inline uint32_t transpose8(uint32_t a) {
-  uint32_t d;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
-  return d;
-}
-
 template <class T>
 struct Pair;
 template <>
@@ -126,11 +102,7 @@ struct Pair<__nv_bfloat16> {
   }
   static __device__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                              uint32_t b0, uint32_t b1) {
-    asm(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    mma_bf16(c, a0, a1, a2, a3, b0, b1);
   }
 };
 template <>
@@ -144,11 +116,7 @@ struct Pair<__half> {
   }
   static __device__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                              uint32_t b0, uint32_t b1) {
-    asm(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    mma_fp16(c, a0, a1, a2, a3, b0, b1);
   }
 };
 

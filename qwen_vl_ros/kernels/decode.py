@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +156,8 @@ class DecodeKernels:
         self._call('workspace', ctypes.byref(size))
         workspace = torch.zeros(size.value, dtype=torch.uint8, device=self.device)
         self._model.workspace, self._model.workspace_bytes = workspace.data_ptr(), size.value
-        pinned = torch.zeros(ROWS * RESULTS * RESULT.itemsize, dtype=torch.uint8, pin_memory=True)
+        pinned = torch.zeros(ROWS * RESULTS * RESULT.itemsize, dtype=torch.uint8,
+                             pin_memory=self.device.type == 'cuda')
         self._kept += [workspace, pinned]
         #: What the device hands over, in pinned memory: [slot, serial % RESULTS].
         self.results: np.ndarray = pinned.numpy().view(RESULT).reshape(ROWS, RESULTS)
@@ -232,11 +234,13 @@ class DecodeKernels:
         return self._address(torch.from_numpy(data.copy()).to(self.device))
 
     def _stream(self) -> ctypes.c_void_p:
+        if self.device.type != 'cuda':
+            return ctypes.c_void_p()
         return ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
 
     def _call(self, name: str, *arguments: object) -> None:
         message = ctypes.create_string_buffer(_MESSAGE)
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device) if self.device.type == 'cuda' else nullcontext():
             code = getattr(self._library, f'qwen_vl_decode_{name}')(
                 ctypes.byref(self._model), *arguments, message, ctypes.c_size_t(_MESSAGE))
         if code:
