@@ -123,7 +123,7 @@ def families(rows: Rows, model: str, kept: int) -> str:
         one = rows.get((model, method, 192 if method == 'full' else kept))
         if one is not None:
             cells = [f"{a:.3f} ({low:.2f}–{high:.2f})"
-                     for a, low, high, _ in one['families'].values()]
+                     for a, low, high, *_ in one['families'].values()]
             lines.append(f"| {NAMES.get(method, ('all tokens',))[0]} | {' | '.join(cells)} |")
     return '\n'.join(lines)
 
@@ -138,6 +138,28 @@ def goal(rows: Rows, model: str) -> str:
                 lines.append(
                     f"| {NAMES[method][0]} | {r['case']['kept']} | {r['flops_share']:.3f} | "
                     f"{100 * r['below_full']:.2f} ± {100 * r['below_full_95']:.2f} |")
+    return '\n'.join(lines)
+
+
+def wall(found: list[dict[str, Any]]) -> str:
+    """Return what answers and selectors take, one at a time."""
+    lines = ['| machine | what | ms (median) | p95 | against all tokens |',
+             '|---|---|---|---|---|']
+    names = {'ms_per_answer': 'answer', 'ms_select': 'choosing', 'ms_reflect': 'gradient after it',
+             'ms_frame_to_map': 'head, from frame to map', 'ms_net': 'head, the net alone'}
+    for r in found:
+        if r['stage'] != 'selection' or r['metric'] not in names:
+            continue
+        case = r['case']
+        what = f"{names[r['metric']]}, {NAMES.get(case['method'], ('all tokens',))[0]}"
+        what += f", {case['kept']} units" if 'kept' in case else f", {case['size']}"
+        against = ''
+        if r['metric'] == 'ms_per_answer':
+            against = f"{r['value'] / r['baseline']['value']:.2f}"
+        elif 'share_of_whole_frame' in r:
+            against = f"{r['share_of_whole_frame']:.1%}"
+        lines.append(f"| {r['machine'].split(',')[0]} | {what} | {r['value']:.2f} | "
+                     f"{r['p95']:.2f} | {against} |")
     return '\n'.join(lines)
 
 
@@ -164,7 +186,9 @@ def main() -> None:
             text = fill(text, f'table {model}', table(rows, model))
             text = fill(text, f'families {model}', families(rows, model, 63))
     text = fill(text, 'goal tiny', goal(rows, 'tiny'))
-    PAGE.write_text(text)
+    both = [r for file in sorted(args.results.parent.glob('*.json'))
+            for r in json.loads(file.read_text())]
+    PAGE.write_text(fill(text, 'wall', wall(both)))
 
 
 if __name__ == '__main__':

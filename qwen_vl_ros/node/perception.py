@@ -147,21 +147,29 @@ class Perception:
 
         :raises EngineError: see :class:`ErrorCode`.
         """
+        settings = self.settings
+        with job.timeline.stage('decode_message'):
+            visuals = self._look(job, settings)
         with self._preparing:
             if self._forget:
                 self._forget = False
                 self.engine.reset_sessions()
-            settings = self.settings
             self._latency.target_ms = settings.target_latency_ms
-            most = round(settings.vision_max_pixels * self._latency.level.pixels)
-            limits = (settings.vision_min_pixels, max(settings.vision_min_pixels, most))
+            limits = self._pixel_limits(job, settings)
             if limits != self._limits:
                 self.engine.set_pixels(*limits)
                 self._limits = limits
                 self._info_changed()
-        with job.timeline.stage('decode_message'):
-            visuals = self._look(job, settings)
         return self._request(job, visuals, settings)
+
+    def _pixel_limits(self, job: Job, settings: Settings) -> tuple[int, int]:
+        """Return the limits of resized pictures; a latency target shrinks the largest shown."""
+        least, most = settings.vision_min_pixels, settings.vision_max_pixels
+        share = self._latency.level.pixels
+        if share < 1 and job.frames:
+            shown = max(f.width * f.height for f in job.frames)
+            most = max(least, round(min(most, shown) * share))
+        return least, most
 
     def _look(self, job: Job, settings: Settings) -> tuple[Visual, ...]:
         """Return the question's pictures and note whose they are and how old."""

@@ -1,0 +1,112 @@
+"""Parameters that save tokens: what reaches the engine, what is refused, what moves by itself."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from qwen_vl_ros.engine.errors import ErrorCode
+from qwen_vl_ros.node.main import load_engine
+from qwen_vl_ros.node.parameters import Settings
+from qwen_vl_ros.node.perception import Perception
+from qwen_vl_ros.node.requests import Job, Outcome, Question
+from qwen_vl_ros.roboscene.evaluate import frames_of
+from qwen_vl_ros.roboscene.items import items
+from qwen_vl_ros.saliency.answering import FULL_FRAME, REGION
+
+NOW = 1_700_000_000 * 10**9
+
+
+def message(rgb: np.ndarray) -> SimpleNamespace:
+    """Return a sensor_msgs/Image by its field names."""
+    height, width = rgb.shape[:2]
+    stamp = SimpleNamespace(sec=NOW // 10**9, nanosec=0)
+    return SimpleNamespace(
+        header=SimpleNamespace(stamp=stamp, frame_id='lens'), encoding='rgb8', width=width,
+        height=height, step=3 * width, is_bigendian=0, data=np.ascontiguousarray(rgb).reshape(-1))
+
+
+def settings(**changed) -> Settings:
+    return Settings(model_device='cpu', scheduler_max_sequences=1, pruning_enable=True,
+                    pruning_keep_ratio=0.33, pruning_min_tokens=1, **changed)
+
+
+def perceive(**changed) -> Perception:
+    wanted = settings(**changed)
+    return Perception(load_engine(wanted), wanted, lambda: NOW)
+
+
+def ask(perception: Perception, item) -> tuple[Outcome, Job]:
+    perception.receive('camera', message(frames_of(item)[0].rgb()))
+    job = Job(Question(item.question.text), lambda job, event: None)
+    return perception.answer(job), job
+
+
+def test_the_node_takes_the_head_of_the_checkpoint_and_keeps_the_region():
+    perception = perceive(pruning_keep_region='corridor')
+    assert set(perception.engine.options.selector.weights) == {'head'}
+    outcome, _ = ask(perception, next(items('path', 'test', 1)))
+    kept = outcome.answer.kept_units[0]
+    assert outcome.code == ErrorCode.NONE and kept.sum() == 72 and kept[11, 3:13].all()
+
+
+def test_an_unsure_answer_is_asked_again():
+    perception = perceive(pruning_least_margin=99.0)
+    outcome, job = ask(perception, next(items('number', 'test', 1)))
+    assert FULL_FRAME in outcome.answer.approximate
+    assert outcome.answer.kept_units[0].all() and outcome.answer.timeline is job.timeline
+    perception.start()
+    assert perception.overlap is None  # what asks twice holds the engine for itself
+    perception.stop()
+
+
+def test_region_first_shows_what_it_looked_at():
+    outcome, _ = ask(perceive(pruning_roi=0.3), next(items('pointing', 'test', 1)))
+    assert REGION in outcome.answer.approximate
+    assert 0.2 < outcome.answer.kept_units[0].mean() < 0.4
+
+
+def test_a_dropper_after_the_encoder_is_a_selector_like_the_others():
+    outcome, _ = ask(perceive(pruning_selector='divprune'), next(items('attribute', 'test', 1)))
+    assert outcome.answer.vision_tokens_kept == 72
+
+
+def test_the_gradient_is_taken_while_nobody_waits():
+    perception = perceive(pruning_selector='next_frame')
+    selector = perception.engine.options.selector
+    ask(perception, next(items('attribute', 'test', 1)))
+    assert selector._said is not None
+    perception._check_newest()
+    assert selector._said is None and selector._cameras['camera'].cam.max() > 0
+
+
+def test_a_latency_target_lowers_shares_and_resolution():
+    perception = perceive(target_latency_ms=0.01)
+    item = next(items('attribute', 'test', 1))
+    kept, pixels = [], []
+    for _ in range(30):
+        outcome, job = ask(perception, item)
+        perception.count(job, outcome)
+        kept.append(outcome.answer.vision_tokens_kept)
+        pixels.append(perception.engine.options.max_pixels)
+    assert kept[-1] < kept[0] == 72 and pixels[-1] < 0.5 * pixels[0]
+    perception.settings = settings(target_latency_ms=0.0)
+    assert ask(perception, item)[0].answer.vision_tokens_kept == 72
+    assert perception.engine.options.max_pixels == pixels[0]
+
+
+@pytest.mark.parametrize(('name', 'value', 'expected'), [
+    ('pruning.keep_region', 'path', "'path' of the region 'path' is not a corner"),
+    ('pruning.selector', 'magic', 'pruning.selector must be one of auto, head'),
+    ('pruning.least_margin', -1.0, 'pruning.least_margin must be from 0.0'),
+    ('pruning.roi', 1.0, 'pruning.roi must be from 0.0 to 0.9')])
+def test_values_out_of_range_are_named(name, value, expected):
+    with pytest.raises(ValueError, match=expected):
+        Settings.of({name: value})
+
+
+def test_a_head_that_is_missing_is_named():
+    with pytest.raises(ValueError, match='/nowhere/head is missing'):
+        load_engine(settings(pruning_selector='head', pruning_head_file='/nowhere/head'))
