@@ -9,6 +9,7 @@ from benchmarks.records import Record, record
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.roboscene.evaluate import evaluate
 from qwen_vl_ros.roboscene.questions import FAMILIES
+from qwen_vl_ros.saliency.selectors import make_selector
 from qwen_vl_ros.share import share
 
 
@@ -23,7 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> list[Record]:
     """Score every family at every keep ratio."""
     folder = args.model or share('models', 'tiny')
-    engine = Engine.load(str(folder), device=args.device)
+    engine = Engine.load(str(folder), device=args.device,
+                         selector=make_selector('auto', model=folder))
     found = []
     for keep in args.keep:
         for score in evaluate(engine, FAMILIES, count=args.items, keep_ratio=keep):

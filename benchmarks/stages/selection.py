@@ -4,7 +4,7 @@ Accuracy against FLOPs, scoring included, of every way to choose vision tokens, 
     python benchmarks/run.py --stage selection --json benchmarks/results/h200.json
     python benchmarks/run.py --stage selection --items 2 --seeds 1 --models tiny   # on a CPU
 
-All eight families, three seeds, both tiny checkpoints; docs/accuracy.md is made from the records
+All eight families, three seeds, both tiny checkpoints (a small form without a GPU); docs/accuracy.md is made from the records
 (tools/plot_accuracy.py). Batched: one GPU does the whole of it in a few minutes.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,10 +48,12 @@ FINE = {'head': (54, 66, 72), 'next_frame': (54, 66, 72), 'next_head': (54, 66, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument('--items', type=int, default=150, help='of each family and seed')
-    parser.add_argument('--seeds', type=int, default=3, help='sets of items and random draws')
-    parser.add_argument('--models', nargs='+', default=['tiny', 'tiny-dense'],
-                        choices=('tiny', 'tiny-dense'))
+    parser.add_argument('--items', type=int, default=0,
+                        help='of each family and seed (0: 125, or 4 without a GPU)')
+    parser.add_argument('--seeds', type=int, default=0,
+                        help='sets of items and random draws (0: 3, or 1 without a GPU)')
+    parser.add_argument('--models', nargs='+', default=[], choices=('tiny', 'tiny-dense'),
+                        help='both, or tiny without a GPU')
     parser.add_argument('--methods', nargs='+', default=list(METHODS), choices=METHODS)
     parser.add_argument('--head', type=Path, help='another head than the one beside models/tiny')
     parser.add_argument('--coarse-seconds', type=float, default=40.0,
@@ -69,6 +72,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Record]:
     """Score everything and return the records."""
+    # No device is touched before the processes that make maps are there.
+    full = args.device != 'cpu' and shutil.which('nvidia-smi') is not None
+    args.items = args.items or (125 if full else 4)
+    args.seeds = args.seeds or (3 if full else 1)
+    args.models = args.models or (['tiny', 'tiny-dense'] if full else ['tiny'])
+    args.coarse_seconds *= full
     makers = MapMakers(args.workers)
     drawn = plan(args)
     # Made while the copy for smaller pictures is trained.

@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICK = {'patches': ['--seconds', '0.3', '--threads', '1'], 'answer': ['--seconds', '1'],
          'projection': ['--calls', '10', '--replays', '5'],
          'eval': ['--items', '10', '--keep', '1'],
+         'selection': ['--items', '1', '--seeds', '1', '--models', 'tiny', '--wall', '0',
+                       '--coarse-seconds', '0', '--methods', 'head', 'uniform', 'downsample'],
          'observe': ['--answers', '10', '--windows', '6'],
          'overlap': ['--seconds', '1', '--cameras', '2', '--tokens', '8', '--questions', '2'],
          'roofline': ['--most-rows', '64'], 'interconnect': ['--most-bytes', '16777216']}
