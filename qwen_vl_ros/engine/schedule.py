@@ -105,13 +105,12 @@ class Scheduler:
         # five decode steps of a fast GPU.
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         self._settle()
-        self._open = True
         self._thread = threading.Thread(target=self._work, name='engine', daemon=True)
         self._thread.start()
 
     def stop(self, error: EngineError | None = None, timeout_s: float = 2.0) -> bool:
         """
-        End every request and the thread.
+        End every request and the threads; for good.
 
         :param error: what requests are told.
         :return: whether the thread has ended within ``timeout_s``.
@@ -125,6 +124,7 @@ class Scheduler:
             self._changed.notify_all()
         for task in waiting:
             self._rounds.tell(task, error)
+        self._host.shutdown(wait=False, cancel_futures=True)
         if thread is None:
             self._rounds.end_all(error)
             return True
@@ -225,6 +225,8 @@ class Scheduler:
             try:
                 worked = self.run_once()
             except Exception as error:
+                if not self._open:
+                    break  # the host's threads have gone
                 LOG.exception('the scheduler failed')
                 self._rounds.end_all(EngineError(
                     ErrorCode.UNKNOWN, f'{type(error).__name__}: {one_line(error)}'))
