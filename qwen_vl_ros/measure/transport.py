@@ -185,9 +185,9 @@ def compute_ms(device: torch.device, patches: int = 1564, width: int = 1280, lay
     :param patches: rows of the products; the defaults are Qwen2-VL's.
     """
     dtype = torch.bfloat16 if device.type == 'cuda' else torch.float32
-    x = torch.ones(patches, width, device=device, dtype=dtype)
-    up = torch.ones(width, 4 * width, device=device, dtype=dtype)
-    down = torch.ones(4 * width, width, device=device, dtype=dtype)
+    x = torch.randn(patches, width, device=device).to(dtype)
+    up = torch.randn(width, 4 * width, device=device).to(dtype)
+    down = torch.randn(4 * width, width, device=device).to(dtype)
     square = torch.ones(width, width, device=device, dtype=dtype)
     times = []
     for number in range(runs + 1):
