@@ -188,7 +188,7 @@ def compute_ms(device: torch.device, patches: int = 1564, width: int = 1280, lay
     x = torch.randn(patches, width, device=device).to(dtype)
     up = torch.randn(width, 4 * width, device=device).to(dtype)
     down = torch.randn(4 * width, width, device=device).to(dtype)
-    square = torch.ones(width, width, device=device, dtype=dtype)
+    square = torch.randn(width, width, device=device).to(dtype)
     times = []
     for number in range(runs + 1):
         if device.type == 'cuda':
