@@ -4,8 +4,9 @@ Accuracy against FLOPs, scoring included, of every way to choose vision tokens, 
     python benchmarks/run.py --stage selection --json benchmarks/results/h200.json
     python benchmarks/run.py --stage selection --items 2 --seeds 1 --models tiny   # on a CPU
 
-All eight families, three seeds, both tiny checkpoints (a small form without a GPU); docs/accuracy.md is made from the records
-(tools/plot_accuracy.py). Batched: one GPU does the whole of it in a few minutes.
+All eight families, three seeds, both tiny checkpoints (a small form without a GPU);
+docs/accuracy.md is made from the records (tools/plot_accuracy.py). Batched: one GPU does the whole
+of it in a few minutes.
 """
 
 from __future__ import annotations
