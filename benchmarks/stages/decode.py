@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.records import CannotRun, Record, median, percentile, record
+from benchmarks.records import CannotRun, Record, median, percentile, record, write
 from benchmarks.stages import _decode_models as models
 from benchmarks.stages import _llama
 from qwen_vl_ros.engine.cuda_decoder import CudaDecoder, make_decoder
@@ -54,14 +54,17 @@ def run(args: argparse.Namespace) -> list[Record]:
     pin = next((d.modes[d.default].gb_s for d in DEVICES.values()
                 if d.title.split()[1] in torch.cuda.get_device_name(device).split()), None)
     read = read_bandwidth(device)
-    found = [record('decode', {'path': 'cuda', 'variant': 'torch.sum of 4 GB'}, 'gb_s',
-                    median(read), 'GB/s', times=read, note='a kernel that only reads')]
     bench = Bench(args, device, pin, max(read))
+    bench.keep([record('decode', {'path': 'cuda', 'variant': 'torch.sum of 4 GB'}, 'gb_s',
+                       median(read), 'GB/s', times=read, note='a kernel that only reads')])
     for shape in args.shape:
-        theirs = bench.theirs(shape, found)
+        theirs = bench.theirs(shape, False) if 'eager' in args.baseline else {}
         for dtype in args.dtype:
-            found += bench.ours(shape, dtype, theirs)
-    return found
+            bench.ours(shape, dtype, theirs)
+    if 'compiled' in args.baseline:
+        for shape in args.shape:
+            bench.beside(bench.theirs(shape, True), shape)
+    return bench.found
 
 
 def read_bandwidth(device: torch.device) -> list[float]:
@@ -97,28 +100,47 @@ class Bench:
     def __init__(self, args: argparse.Namespace, device: torch.device, pin: float | None,
                  read: float) -> None:
         self.args, self.device, self.pin, self.read = args, device, pin, read
+        self.found: list[Record] = []
 
-    def ours(self, shape: str, dtype: str, theirs: dict[str, float]) -> list[Record]:
+    def keep(self, found: list[Record]) -> None:
+        """Take records in, and write them at once: a later case may end the program."""
+        self.found += found
+        if self.args.json:
+            write(self.args.json, found)
+
+    def ours(self, shape: str, dtype: str, theirs: dict[str, float]) -> None:
         """Time one model of ours in all cases."""
         before = used(self.device)
         language = models.language_model(shape, dtype, self.device)
         decoder = make_decoder(language)
         path = 'cuda' if isinstance(decoder, CudaDecoder) else 'torch'
         case: dict[str, Any] = {'model': shape, 'dtype': dtype, 'path': path}
-        found = self.accuracy(shape, language, case) if shape != '7b' else []
-        for context in self.args.context:
-            found += self.step(language, decoder, {**case, 'context': context}, 1, theirs)
-        alone = self.step(language, decoder, {**case, 'context': 512}, 1, {})[0]['value']
+        alone = self.step(language, decoder, {**case, 'context': 512}, 1, theirs)
+        self.keep(alone)
         for count in self.args.sequences:
             if count > 1:
-                found += self.step(
+                self.keep(self.step(
                     language, decoder, {**case, 'context': 512, 'sequences': count}, count,
-                    {'one sequence': alone})
+                    {'one sequence': alone[0]['value']}))
+        for context in self.args.context:
+            if context != 512:
+                self.keep(self.step(language, decoder, {**case, 'context': context}, 1, {}))
         if self.args.tokens:
-            found += self.client(language, decoder, case, before)
+            self.keep(self.client(language, decoder, case, before))
+        if shape != '7b':
+            self.keep(self.accuracy(shape, language, case))
         del decoder, language
         torch.cuda.empty_cache()
-        return found
+
+    def beside(self, theirs: dict[str, float], shape: str) -> None:
+        """Hold the times that were taken against one more baseline."""
+        name, other = next(iter(theirs.items()))
+        for one in list(self.found):
+            case = one['case']
+            if one['metric'] == 'ms_per_token' and case.get('model') == shape and (
+                    case.get('path') == 'cuda' and case.get('context') == 512):
+                self.keep([record('decode', case, 'ms_per_token', one['value'], 'ms',
+                                  runs=one['runs'], baseline=(name, other))])
 
     def step(self, language: LanguageModel, decoder: CudaDecoder | TorchDecoder | Any,
              case: dict[str, Any], count: int, theirs: dict[str, float]) -> list[Record]:
@@ -209,30 +231,25 @@ class Bench:
         return [record('decode', case, 'ms_to_host', median(late), 'ms', times=late,
                        note='a lone step: launch, and token decided to choice read')]
 
-    def theirs(self, shape: str, found: list[Record]) -> dict[str, float]:
+    def theirs(self, shape: str, compiled: bool) -> dict[str, float]:
         """Time transformers' decoder at context 512."""
-        out = {}
-        for kind in self.args.baseline:
-            capacity = 1024
-            model = models.TheirDecoder(shape, self.device, torch.bfloat16, capacity,
-                                        compiled=kind == 'compiled')
-            model.prefill(list(range(512)))
-            state = [512, torch.tensor([[7]], device=self.device)]
+        model = models.TheirDecoder(shape, self.device, torch.bfloat16, 1024, compiled)
+        model.prefill(list(range(512)))
+        place, token = 512, torch.tensor([[7]], device=self.device)
 
-            def step(model: models.TheirDecoder = model, state: list[Any] = state) -> None:
-                position = torch.tensor([state[0]], device=self.device)
-                state[1] = model.step(state[1], position).argmax().view(1, 1)
-                state[0] += 1
+        def step() -> None:
+            nonlocal place, token
+            position = torch.tensor([place], device=self.device)
+            token = model.step(token, position).argmax().view(1, 1)
+            place += 1
 
-            times = timed(step, 40, 1)
-            name = EAGER if kind == 'eager' else COMPILED
-            out[name] = median(times)
-            found.append(record(
-                'decode', {'model': shape, 'dtype': 'bf16', 'context': 512, 'variant': name},
-                'ms_per_token', out[name], 'ms', times=times))
-            del model, step, state
-            torch.cuda.empty_cache()
-        return out
+        times = timed(step, 40, 1)
+        name = COMPILED if compiled else EAGER
+        self.keep([record(
+            'decode', {'model': shape, 'dtype': 'bf16', 'context': 512, 'variant': name},
+            'ms_per_token', median(times), 'ms', times=times)])
+        torch.cuda.empty_cache()
+        return {name: median(times)}
 
     @torch.inference_mode()
     def accuracy(self, shape: str, language: LanguageModel, case: dict[str, Any]) -> list[Record]:
