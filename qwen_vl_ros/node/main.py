@@ -122,7 +122,10 @@ def main(args: Sequence[str] | None = None, load: Any = load_engine) -> int:
         rclpy.shutdown()
         return 1
     handler = RosLog(node.get_logger())
-    logging.getLogger('qwen_vl_ros').addHandler(handler)
+    package = logging.getLogger('qwen_vl_ros')
+    package.addHandler(handler)
+    # What was chosen and measured is said once, at INFO.
+    package.setLevel(logging.INFO)
     logger = node.get_logger()
     guard_services(node, lambda name, error: logger.warning(
         f'{name} refused a request: {type(error).__name__}: {one_line(error)}',
