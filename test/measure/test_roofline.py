@@ -298,3 +298,19 @@ def test_command_for_people(capsys):
 def test_command_refuses_with_one_sentence(capsys, words, named):
     code, out = run(capsys, *words)
     assert code == 2 and named in out.err and 'Traceback' not in out.err
+
+
+def test_the_table_once_more_from_records(capsys, tmp_path):
+    code, out = run(capsys, '--table', '--results', str(tmp_path))
+    assert code == 0 and 'no records in' in out.out and 'own kernels' not in out.out
+    origin = {'unit': '', 'commit': 'abc', 'command': 'x'}
+    records = [share('encoder', 0.6, dtype='bf16', size='640x480') | origin,
+               share('prefill', 0.5, dtype='bf16', size='640x480') | origin,
+               share('decode', 0.8, dtype='bf16') | origin]
+    (tmp_path / 'card.json').write_text(json.dumps(records))
+    code, out = run(capsys, '--table', '--results', str(tmp_path))
+    assert code == 0 and "projected, from this engine's own kernels" in out.out
+    assert '60.0%, encoder' in out.out
+    (tmp_path / 'card.json').write_text('{')
+    code, out = run(capsys, '--table', '--results', str(tmp_path))
+    assert code != 0 and 'card.json' in out.err
