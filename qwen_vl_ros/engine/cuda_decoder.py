@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections.abc import Mapping
@@ -89,13 +90,15 @@ class CudaDecoder:
 
     :param language: the weights; they stay where they are.
     :param slots: sequences at a time, at most 8.
+    :param native: the library; ``None`` loads libqwen_vl_decode.
     :raises FileNotFoundError: when libqwen_vl_decode has not been built.
     :raises KernelError: for shapes, dtypes or weights that the kernels do not serve.
     """
 
-    def __init__(self, language: LanguageModel, slots: int = SLOTS) -> None:
+    def __init__(self, language: LanguageModel, slots: int = SLOTS,
+                 native: ctypes.CDLL | None = None) -> None:
         self.language = language
-        self.kernels = DecodeKernels(*_describe(language))
+        self.kernels = DecodeKernels(*_describe(language), native=native)
         self._slots: list[Flying | None] = [None] * min(slots, SLOTS)
         self._serial = [0] * len(self._slots)
         self._logits: Tensor | None = None
@@ -114,11 +117,18 @@ class CudaDecoder:
         return slot
 
     def release(self, slot: int) -> None:
-        """See :meth:`Decoder.release`."""
+        """
+        See :meth:`Decoder.release`.
+
+        Returns when the steps under way have ended (a step's time at most for each): somebody else
+        may fill the cache next, on another stream.
+        """
         flying = self._slots[slot]
+        self._slots[slot] = None
         if flying is not None:
             self._serial[slot] = flying.launched
-        self._slots[slot] = None
+            if flying.launched > flying.taken:
+                self._await(slot, flying.launched - 1)
 
     @torch.inference_mode()
     def step(self, allowed: Mapping[int, Tensor] | None = None) -> dict[int, Choice]:
@@ -173,16 +183,10 @@ class CudaDecoder:
             top_k=sampling.top_k, temperature=sampling.temperature, top_p=sampling.top_p))
 
     def _wait(self, slot: int, s: Flying) -> Choice:
+        if not self._await(slot, s.taken):
+            raise EngineError(
+                ErrorCode.UNKNOWN, f'a decode step gave no result in {PATIENCE:.0f} s')
         result = self.kernels.results[slot, s.taken % RESULTS]
-        start = time.perf_counter()
-        while result['ready'] != s.taken + 1:
-            waited = time.perf_counter() - start
-            if waited > PATIENCE:
-                torch.cuda.synchronize(self.language.device)  # raises what went wrong, if it knows
-                raise EngineError(
-                    ErrorCode.UNKNOWN, f'a decode step gave no result in {PATIENCE:.0f} s')
-            if waited > SPIN:
-                time.sleep(0.0002)
         flags = int(result['flags'])
         if flags & STUCK:
             raise EngineError(
@@ -192,6 +196,20 @@ class CudaDecoder:
             s.row = _one_less(s.row)
         return Choice(int(result['token']), float(result['probability']),
                       float(result['margin']), bool(flags & FINITE))
+
+    def _await(self, slot: int, serial: int) -> bool:
+        """Wait for a result; tell whether it came."""
+        result = self.kernels.results[slot, serial % RESULTS]
+        start = time.perf_counter()
+        while result['ready'] != serial + 1:
+            waited = time.perf_counter() - start
+            if waited > PATIENCE:
+                if self.language.device.type == 'cuda':
+                    torch.cuda.synchronize(self.language.device)  # raises what it knows
+                return False
+            if waited > SPIN:
+                time.sleep(0.0002)
+        return True
 
 
 def _one_less(row: Row) -> Row:

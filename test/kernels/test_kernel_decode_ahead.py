@@ -1,0 +1,93 @@
+"""The decoder that computes ahead, on the emulated kernels: whoever comes, goes or binds it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_kernel_decode import SMALL, decoder, filled, native  # noqa: F401
+
+from qwen_vl_ros.engine.cuda_decoder import CudaDecoder
+from qwen_vl_ros.engine.decoder import Row, TorchDecoder
+from qwen_vl_ros.engine.errors import EngineError
+from qwen_vl_ros.kernels.loader import KernelError
+
+ONE_LAYER = (256, 448, 1, 4, 2, 512)
+
+
+@pytest.fixture
+def pair(native):  # noqa: F811
+    """Return the decoder in kernels and the plain one, of the same weights."""
+    language = decoder(ONE_LAYER)
+    return CudaDecoder(language, native=native), TorchDecoder(language)
+
+
+def test_tokens_are_those_of_the_plain_decoder(pair):
+    caches = [filled(pair[0].language, (20, 7)) for _ in pair]
+    slots = [[d.admit(Row(c, 0, steps=4), t) for c, t in zip(own, (7, 9))]
+             for d, own in zip(pair, caches)]
+    launched = []
+    step = pair[0].kernels.step
+    pair[0].kernels.step = lambda slots, *a, **k: (launched.append(list(slots)),
+                                                   step(slots, *a, **k))
+    for _ in range(4):
+        ours, theirs = (d.step() for d in pair)
+        for a, b in zip(*slots):
+            assert ours[a].token == theirs[b].token
+            assert ours[a].probability == pytest.approx(theirs[b].probability, rel=0.05)
+    # Two at first, one more with each, and none beyond what was announced.
+    assert launched == [[0, 1]] * 4
+    assert [c.length for c in caches[0]] == [24, 11]
+    assert (caches[0][0].tokens[20:24] == caches[1][0].tokens[20:24]).all()
+
+
+def test_sequences_join_and_leave(pair):
+    own, other = (filled(pair[0].language, (20, 7)) for _ in pair)
+    (a,), (b,) = ([d.admit(Row(c[0], 0), 7)] for d, c in zip(pair, (own, other)))
+    found = [(pair[0].step()[a].token, pair[1].step()[b].token)]
+    late, plain = (d.admit(Row(c[1], 0), 9) for d, c in zip(pair, (own, other)))
+    ours, theirs = (d.step() for d in pair)
+    found += [(ours[a].token, theirs[b].token), (ours[late].token, theirs[plain].token)]
+    for d, slot in zip(pair, (a, b)):
+        d.release(slot)
+    ours, theirs = (d.step() for d in pair)
+    assert set(ours) == {late}
+    found.append((ours[late].token, theirs[plain].token))
+    assert all(x == y for x, y in found)
+    # Nothing of a sequence that left is under way: its cache can be filled anew.
+    pair[0].release(late)
+    before = own[1].rows.clone()
+    assert pair[0].step() == {} and torch.equal(own[1].rows, before)
+
+
+def test_a_grammar_takes_back_what_ran_ahead(pair):
+    own, other = (filled(pair[0].language, (20,)) for _ in pair)
+    (a, b) = (d.admit(Row(c[0], 0), 7) for d, c in zip(pair, (own, other)))
+    assert pair[0].step()[a].token == pair[1].step()[b].token
+    mask = torch.zeros(pair[0].language.config.vocab, dtype=torch.bool)
+    mask[[17, 400]] = True
+    ours, theirs = pair[0].step({a: mask})[a], pair[1].step({b: mask})[b]
+    assert ours.token == theirs.token and ours.token in (17, 400)
+    assert pair[0].step()[a].token == pair[1].step()[b].token
+    assert own[0].length == other[0].length == 23
+
+
+def test_what_does_not_fit_is_refused(pair):
+    ours = pair[0]
+    cache = filled(ours.language, (198,))[0]
+    with pytest.raises(EngineError, match='3 tokens after 198 exceed the cache of 200'):
+        ours.admit(Row(cache, 0, steps=3), 7)
+    slot = ours.admit(Row(cache, 0), 7)
+    ours.step()
+    ours.step()
+    with pytest.raises(EngineError, match='cache of 200 tokens is full'):
+        ours.step()
+    ours.release(slot)
+    with pytest.raises(EngineError, match=r'a cache of torch\.float32'):
+        ours.admit(Row(filled(ours.language, (5,), torch.float32)[0], 0), 7)
+
+
+def test_other_models_have_no_kernels(native):  # noqa: F811
+    language = decoder(SMALL)
+    object.__setattr__(language.config, 'activation', 'gelu')
+    with pytest.raises(KernelError, match='no decode kernel for the activation gelu'):
+        CudaDecoder(language, native=native)
