@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from benchmarks.records import Record, median, record
 from qwen_vl_ros.engine.engine import Engine
@@ -16,6 +17,8 @@ from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.roboscene.evaluate import earlier, frames_of
 from qwen_vl_ros.roboscene.items import items
 from qwen_vl_ros.saliency.answering import AS_IT_IS, Fewer, answer
+from qwen_vl_ros.saliency.head import SaliencyHead
+from qwen_vl_ros.saliency.head_signal import HeadSignal
 from qwen_vl_ros.saliency.selectors import make_selector
 from qwen_vl_ros.share import share
 
@@ -77,27 +80,31 @@ def wall(args: argparse.Namespace, head: Path) -> list[Record]:
 
 def net_ms(head: Path, device: str) -> list[Record]:
     """Time the light head alone, from frame to map and (on CUDA) the net itself."""
-    folder = share('models', 'tiny')
-    engine = Engine.load(str(folder), device=device,
-                         selector=make_selector('head', model=folder, head=head))
-    signal = engine.options.selector.signals['head']  # type: ignore[attr-defined]
+    engine = Engine.load(str(share('models', 'tiny')), device=device)
+    kinds: list[torch.dtype | None] = [None]
+    if engine.model.device.type == 'cpu':
+        kinds += [torch.bfloat16, torch.int8]
     found = []
-    for size, (rows, columns) in (('448x336', (12, 16)), ('640x480', (17, 23))):
-        width, height = (int(n) for n in size.split('x'))
-        noise = np.random.default_rng(0).integers(0, 255, (height, width, 3), np.uint8)
-        frame = Frame.from_rgb(noise)
-        times = []
-        for _ in range(80):
-            begin = time.perf_counter()
-            signal([frame], rows, columns, 'Where is the red box?')
-            times.append((time.perf_counter() - begin) * 1e3)
-        case = {'method': 'head', 'size': size, 'dtype': str(signal.head.score.weight.dtype)[6:]}
-        found.append(record('selection', case, 'ms_frame_to_map', median(times[20:]), 'ms',
-                            times=times[20:]))
-        if signal.graphs:
-            net = signal.graphs[1, 6, 7 * rows, 7 * columns].replay_ms(200)
-            found.append(record('selection', case, 'ms_net', median(net), 'ms', times=net,
-                                note='replay of the recorded net, CUDA events'))
+    for kind in kinds:
+        signal = HeadSignal(SaliencyHead.load(head), kind)
+        signal.bind(engine)
+        for size, (rows, columns) in (('448x336', (12, 16)), ('640x480', (17, 23))):
+            width, height = (int(n) for n in size.split('x'))
+            noise = np.random.default_rng(0).integers(0, 255, (height, width, 3), np.uint8)
+            frame = Frame.from_rgb(noise)
+            times = []
+            for _ in range(80):
+                begin = time.perf_counter()
+                signal([frame], rows, columns, 'Where is the red box?')
+                times.append((time.perf_counter() - begin) * 1e3)
+            name = 'int8' if kind == torch.int8 else str(signal.head.score.weight.dtype)[6:]
+            case = {'method': 'head', 'size': size, 'dtype': name}
+            found.append(record('selection', case, 'ms_frame_to_map', median(times[20:]), 'ms',
+                                times=times[20:]))
+            if signal.graphs:
+                net = signal.graphs[1, 6, 7 * rows, 7 * columns].replay_ms(200)
+                found.append(record('selection', case, 'ms_net', median(net), 'ms', times=net,
+                                    note='replay of the recorded net, CUDA events'))
     engine.close()
     return found
 

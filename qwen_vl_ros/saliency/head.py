@@ -66,7 +66,7 @@ class SaliencyHead(nn.Module):
         :return: [B, rows, columns].
         """
         x = self.units(F.relu(self.first(samples)))
-        x = F.relu(x + self.place(_places(x.shape[2], x.shape[3], x)))
+        x = F.relu(x + self.place(places(x.shape[2], x.shape[3], x)))
         films = self.film(question)[:, :, None, None].chunk(2 * len(self.inner), dim=1)
         for i, (inner, outer) in enumerate(zip(self.inner, self.outer)):
             y = F.relu(inner(x) * (1 + films[2 * i]) + films[2 * i + 1])
@@ -154,7 +154,7 @@ def channels(newest: Tensor, other: Tensor | None = None) -> Tensor:
     return torch.cat(((newest - 118) / 64, change), dim=1)
 
 
-def _places(rows: int, columns: int, like: Tensor) -> Tensor:
+def places(rows: int, columns: int, like: Tensor) -> Tensor:
     """Return [1, 5, rows, columns]: where a unit lies, -1 to 1, with the squares and product."""
     y = torch.linspace(-1, 1, rows, device=like.device, dtype=like.dtype)[:, None]
     x = torch.linspace(-1, 1, columns, device=like.device, dtype=like.dtype)[None]

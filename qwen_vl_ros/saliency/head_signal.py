@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.saliency.head import SAMPLES, SaliencyHead, channels
+from qwen_vl_ros.saliency.head_int8 import Int8Head, available
 from qwen_vl_ros.saliency.samples import planes, unit_samples
 from qwen_vl_ros.saliency.selectors import FILE
 
@@ -66,11 +67,17 @@ class HeadSignal:
 
     :param head: of the checkpoint that answers.
     :param dtype: the net computes in; ``None`` takes float16 on CUDA and float32 on a CPU.
+        ``torch.int8`` is for a CPU: products of int8 matrices (see head_int8.py).
+    :raises ValueError: int8 where this torch has no such product.
     """
 
     def __init__(self, head: SaliencyHead, dtype: torch.dtype | None = None) -> None:
         self.head = head
-        self._dtype = dtype
+        self._net: Callable[[Tensor, Tensor], Tensor] = head
+        self._int8 = dtype == torch.int8
+        self._dtype = torch.float32 if self._int8 else dtype
+        if self._int8 and not available():
+            raise ValueError('this torch multiplies no int8 matrices on a CPU; use float32')
         self._engine: Engine | None = None
         self._words: OrderedDict[str, Tensor] = OrderedDict()
         #: Recorded nets by the shape of their input; empty on a CPU.
@@ -100,7 +107,10 @@ class HeadSignal:
         device = engine.model.device
         if self._dtype is None:
             self._dtype = torch.float16 if device.type == 'cuda' else torch.float32
+        if self._int8 and device.type != 'cpu':
+            raise ValueError(f'the saliency head in int8 is for a CPU, the model is on {device}')
         self.head = self.head.to(device, self._dtype)
+        self._net = Int8Head(self.head) if self._int8 else self.head
         self._engine = engine
         self._words.clear()
         self.graphs.clear()
@@ -128,7 +138,7 @@ class HeadSignal:
         with self._lock:
             words = self._summary(question).expand(len(frames), -1)
             if device.type != 'cuda':
-                return self.head(given.to(self._dtype), words).float().numpy()
+                return self._net(given.to(self._dtype), words).float().numpy()
             key = tuple(given.shape)
             if key not in self.graphs:
                 self.graphs[key] = _Graph(self.head, given, words)

@@ -14,6 +14,7 @@ from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.roboscene.evaluate import frames_of
 from qwen_vl_ros.roboscene.items import items
 from qwen_vl_ros.saliency.head import SaliencyHead, channels, from_int8, to_int8
+from qwen_vl_ros.saliency.head_int8 import Int8Conv, Int8Head, available
 from qwen_vl_ros.saliency.head_signal import HeadSignal, rgb_samples
 from qwen_vl_ros.saliency.selectors import FILE, make_selector
 
@@ -167,6 +168,39 @@ def test_flops_are_those_of_the_layers():
     text = 2 * (5 * (head.word.weight.numel() + head.phrase.weight.numel())
                 + head.film.weight.numel())
     assert head.flops(3, 4, 5) == counted + text
+
+
+@pytest.mark.skipif(not available(), reason='this torch multiplies no int8 matrices on a CPU')
+def test_int8_on_the_cpu_chooses_as_float_does(engine):
+    head = SaliencyHead.load(TINY / FILE)
+    signal = HeadSignal(SaliencyHead.load(TINY / FILE), torch.int8)
+    signal.bind(engine)
+    plain = engine.options.selector.signals['head']
+    shared = []
+    for item in items('relation', 'test', 6):
+        frame, = frames_of(item)
+        a, b = (s([frame], 12, 16, item.question.text) for s in (plain, signal))
+        assert np.linalg.norm(a - b) < 0.03 * np.linalg.norm(a - a.mean())
+        best = [set(np.argsort(-m.reshape(-1))[:63]) for m in (a, b)]
+        shared.append(len(best[0] & best[1]) / 63)
+    assert np.mean(shared) > 0.97
+    with pytest.raises(ValueError, match='no whole units'):
+        Int8Head(head)(torch.zeros(1, 6, 20, 28), torch.zeros(1, 192))
+
+
+@pytest.mark.parametrize('conv', [torch.nn.Conv2d(8, 16, 3, padding=1),
+                                  torch.nn.Conv2d(8, 16, 7, stride=7)])
+@pytest.mark.skipif(not available(), reason='this torch multiplies no int8 matrices on a CPU')
+def test_an_int8_convolution_is_exact_on_what_int8_holds(conv):
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        conv.weight.copy_(torch.randint(-127, 128, conv.weight.shape, generator=generator))
+        conv.weight.flatten(1)[:, 0] = 127
+        x = torch.randint(-127, 128, (2, 8, 14, 21), generator=generator).float()
+        x[:, 0, 0, 0] = 127
+        expected = conv.double()(x.double())
+        got = Int8Conv(conv.float())(x)
+    assert (got.double() - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
 @pytest.mark.gpu
