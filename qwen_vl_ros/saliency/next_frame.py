@@ -9,6 +9,7 @@ signal that knows the new frame itself.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 import cv2
 import numpy as np
 
+from qwen_vl_ros.engine.errors import one_line
 from qwen_vl_ros.engine.patches import Grid
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.saliency.motion import MotionSignal, move_map, shift_of
@@ -145,6 +147,7 @@ class NextFrameSelector:
     _cameras: OrderedDict[str, _Camera] = field(default_factory=OrderedDict, repr=False)
     _said: _Said | None = field(default=None, repr=False)
     _engine: Engine | None = field(default=None, repr=False)
+    _blind: bool = field(default=False, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def bind(self, engine: Engine) -> None:
@@ -219,13 +222,28 @@ class NextFrameSelector:
                 self._remember(visual.frames[-1], visual.grid, request.question, kept)
 
     def reflect(self) -> None:
-        """Take the gradient of the last answer, if there is one that was not reflected on."""
-        said, self._said = self._said, None
-        if said is None or self._engine is None:
-            return
+        """
+        Take the gradient of the last answer, if there is one that was not reflected on.
+
+        Where the weights have no gradient (quantised ones on kernels of their own) that is said
+        once, and motion and the base choose alone.
+        """
+        with self._lock:
+            said, self._said = self._said, None
+            if said is None or self._engine is None or self._blind:
+                return
+            try:
+                self._reflect_on(said, self._engine)
+            except (RuntimeError, TypeError, NotImplementedError) as error:
+                self._blind = True
+                logging.getLogger(__name__).warning(
+                    'no gradient of the answer: %s; next_frame goes by motion alone',
+                    one_line(error))
+
+    def _reflect_on(self, said: _Said, engine: Engine) -> None:
         from qwen_vl_ros.saliency.grad_cam import token_maps
-        depth = self.layers or self._engine.model.config.language.layers
-        maps = token_maps(self._engine, said.prompt, said.features, depth, said.ids)
+        depth = self.layers or engine.model.config.language.layers
+        maps = token_maps(engine, said.prompt, said.features, depth, said.ids)
         for values, visual in zip(maps, said.visuals):
             t, rows, columns = visual.grid[0], visual.grid[1] // 2, visual.grid[2] // 2
             whole = np.zeros(visual.total, np.float32)

@@ -102,6 +102,19 @@ def test_attention_entropy_of_the_last_frame_joins_in():
     engine.close()
 
 
+def test_weights_without_a_gradient_leave_motion_and_base(engine, selector, monkeypatch, caplog):
+    def refuse(*args):
+        raise RuntimeError('derivative for aten::_int_mm is not implemented')
+
+    monkeypatch.setattr('qwen_vl_ros.saliency.grad_cam.token_maps', refuse)
+    selector.forget()
+    frame, = frames_of(next(items('attribute', 'test', 1)))
+    for _ in range(3):
+        assert ask(engine, frame, 'What do you see?', 0.25).vision_tokens_kept == 48
+    assert len([r for r in caplog.records if 'goes by motion alone' in r.message]) == 1
+    selector._blind = False
+
+
 def enters(frames: list[Frame], box: tuple[int, int, int, int], grid, ratio: float) -> float:
     """Return the share of a box's units that is kept in the last frame; the others are static."""
     selector = make_selector('next_frame')
