@@ -35,6 +35,13 @@ def engines(folders):
 
 
 @pytest.fixture(scope='session')
+def crowd(folders):
+    """Return a float32 engine with caches for four sequences."""
+    return Engine.load(str(folders['small']), device='cpu', repetition_window=0, max_context=1024,
+                       max_sequences=4, prefill_chunk=64)
+
+
+@pytest.fixture(scope='session')
 def references(folders):
     """Return shape name to transformers' model of the same weights."""
     return {shape: Reference(folder) for shape, folder in folders.items()}

@@ -19,16 +19,9 @@ from qwen_vl_ros.engine.task import Priority
 from qwen_vl_ros.engine.types import Delta, Done, Request, Stage, Visual
 
 
-@pytest.fixture(scope='module')
-def crowd(folders):
-    """Return an engine with caches for several sequences."""
-    return Engine.load(str(folders['small']), device='cpu', repetition_window=0, max_context=1024,
-                       max_sequences=4, prefill_chunk=100)
-
-
 @pytest.fixture
 def engine(crowd):
-    """Return it with nothing remembered."""
+    """Return an engine for several sequences, with nothing remembered."""
     crowd.reset_sessions()
     crowd.forget()
     return crowd
