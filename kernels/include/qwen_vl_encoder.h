@@ -141,9 +141,8 @@ QWEN_VL_API int qwen_vl_rotate_text(const qwen_vl_heads* heads, void* qkv, const
 #define QWEN_VL_TILE_ROWS 128
 
 typedef enum qwen_vl_attention_form {
-  QWEN_VL_MMA = 0,        /* sm_80 class: any GPU that this library is for */
-  QWEN_VL_WGMMA = 1,      /* sm_90 alone; head_dim 80 */
-  QWEN_VL_WGMMA_TURNS = 2 /* the same, and warpgroups take turns */
+  QWEN_VL_MMA = 0,  /* sm_80 class: any GPU that this library is for */
+  QWEN_VL_WGMMA = 1 /* sm_90 alone; head_dim 80 */
 } qwen_vl_attention_form;
 
 /*

@@ -14,8 +14,8 @@ from qwen_vl_ros.kernels.loader import library
 #: In the order of ``qwen_vl_activation``, by the names of a config.
 ACTIVATIONS = ('quick_gelu', 'gelu', 'gelu_pytorch_tanh', 'silu')
 
-#: In the order of ``qwen_vl_attention_form``: any GPU, and two for Hopper alone.
-FORMS = ('mma', 'wgmma', 'wgmma turns')
+#: In the order of ``qwen_vl_attention_form``: any GPU, Hopper alone.
+FORMS = ('mma', 'wgmma')
 
 #: ``QWEN_VL_TILE_ROWS``.
 TILE_ROWS = 128

@@ -200,8 +200,7 @@ SEGMENTS = ([1564], [200, 36, 4, 1000], [4], [64, 128, 129], [112, 224, 113, 336
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', HALVES)
-@pytest.mark.parametrize('form,dim', [('mma', 80), ('mma', 64), ('wgmma', 80),
-                                      ('wgmma turns', 80)])
+@pytest.mark.parametrize('form,dim', [('mma', 80), ('mma', 64), ('wgmma', 80)])
 def test_attention_within_segments(kernels, dtype, form, dim):
     if not kernels.has(form):
         pytest.skip(f'this GPU has no {form}')

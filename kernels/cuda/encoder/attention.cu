@@ -1,13 +1,10 @@
 // Attention on tensor cores of the sm_80 class: scores and weights of keys never leave registers
 // (FlashAttention-2, Dao 2023), heads of 64, 80 and 128 channels at their own cost.
 //
-//     a block      4 warps of 32 queries of one head; 64 keys at a time, two tiles of keys and
-//                  values in shared memory (cp.async). A prompt has few queries: there two warps
-//                  have 16 each, and two such groups take 32 keys each
+//     a block      4 warps of 32 queries of one head (16 of a prompt, which has few); 64 keys at a
+//                  time, two tiles of keys and values in shared memory (cp.async)
 //     a product    m16n8k16; 80 channels are 5 steps of scores and 10 columns of results
 //     rows         in shared memory are an odd number of 16-byte chunks apart: no bank conflicts
-#include <type_traits>
-
 #include "attention.cuh"
 #include "hopper.h"
 #include "mma.cuh"
@@ -16,32 +13,28 @@
 namespace qwen_vl {
 namespace {
 
+constexpr int kThreads = 128;
+constexpr int kKeys = 64;
 constexpr int kStages = 2;
 
-// kSub: sets of 16 queries of a warp. kGroups: groups of warps that share the queries.
-template <int kDim_, int kSub_, int kGroups_, int kGroupWarps, int kKeys_>
+// kSub: sets of 16 queries of a warp.
+template <int kDim_, int kSub_>
 struct Shape {
-  static constexpr int kDim = kDim_, kSub = kSub_, kGroups = kGroups_, kKeys = kKeys_;
-  static constexpr int kGroupThreads = kGroupWarps * 32;
-  static constexpr int kThreads = kGroups * kGroupThreads;
-  static constexpr int kQueries = kGroupWarps * 16 * kSub;
+  static constexpr int kDim = kDim_, kSub = kSub_;
+  static constexpr int kQueries = 64 * kSub;
   static constexpr int kStride = kDim + 8;  // elements
   static constexpr int kTile = kKeys * kStride;
-  static constexpr int kStage = 2 * kGroups * kTile;  // keys and values of every group
-  static constexpr int kSharedBytes = (kQueries * kStride + kStages * kStage) * 2;
-  // What a lane hands over to the group that sums up: results, largest scores, sums.
-  static constexpr int kHandOver = kSub * (kDim / 2 + 4);
+  static constexpr int kSharedBytes = (kQueries * kStride + 2 * kStages * kTile) * 2;
   static constexpr int kChunks = kDim / 8;
   static constexpr int kSteps = kDim / 16;
   static_assert(kStride / 8 % 2 == 1, "rows must not share banks");
   static_assert(kSharedBytes <= 163 * 1024, "what a block may take on sm_87");
-  static_assert((kGroups - 1) * kHandOver * kGroupThreads * 4 <= kStages * kStage * 2, "fits");
 };
 
 template <class S, int kRows, class T>
 __device__ inline void load_rows(uint32_t to, const T* from, int64_t stride, int first, int end) {
 #pragma unroll
-  for (int i = threadIdx.x; i < kRows * S::kChunks; i += S::kThreads) {
+  for (int i = threadIdx.x; i < kRows * S::kChunks; i += kThreads) {
     const int row = i / S::kChunks, chunk = i % S::kChunks;
     const bool there = first + row < end;
     const T* const at = from + (there ? first + row : first) * stride + chunk * 8;
@@ -50,12 +43,10 @@ __device__ inline void load_rows(uint32_t to, const T* from, int64_t stride, int
 }
 
 template <class T, class S, bool kCached>
-__global__ void __launch_bounds__(S::kThreads) attend(const Attention<T> p) {
-  constexpr int kDim = S::kDim, kSub = S::kSub, kGroups = S::kGroups, kKeys = S::kKeys;
-  constexpr int kGroupThreads = S::kGroupThreads;
+__global__ void __launch_bounds__(kThreads) attend(const Attention<T> p) {
+  constexpr int kDim = S::kDim, kSub = S::kSub;
   extern __shared__ __align__(16) uint8_t memory[];
-  const int head = blockIdx.y, lane = threadIdx.x % 32;
-  const int group = threadIdx.x / kGroupThreads, warp = threadIdx.x % kGroupThreads / 32;
+  const int head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int first_query, end_query, first_key, end_key, past = 0;
   const T *keys = p.k, *values = p.v;
   if (kCached) {
@@ -80,16 +71,12 @@ __global__ void __launch_bounds__(S::kThreads) attend(const Attention<T> p) {
   const uint32_t ring_at = queries_at + S::kQueries * S::kStride * 2;
   load_rows<S, S::kQueries>(queries_at, p.q + head * p.q_head, p.q_row, first_query, end_query);
   const int tiles = (end_key - first_key + kKeys - 1) / kKeys;
-  const auto load = [&](int stage) {
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i) {
-      const int tile = stage * kGroups + i;
-      if (tile < tiles) {
-        const uint32_t to = ring_at + (stage % kStages * S::kStage + i * 2 * S::kTile) * 2;
-        const int first = first_key + tile * kKeys;
-        load_rows<S, S::kKeys>(to, keys, p.kv_row, first, end_key);
-        load_rows<S, S::kKeys>(to + S::kTile * 2, values, p.kv_row, first, end_key);
-      }
+  const auto load = [&](int tile) {
+    if (tile < tiles) {
+      const uint32_t to = ring_at + tile % kStages * 2 * S::kTile * 2;
+      const int first = first_key + tile * kKeys;
+      load_rows<S, kKeys>(to, keys, p.kv_row, first, end_key);
+      load_rows<S, kKeys>(to + S::kTile * 2, values, p.kv_row, first, end_key);
     }
     commit_async();
   };
@@ -110,15 +97,12 @@ __global__ void __launch_bounds__(S::kThreads) attend(const Attention<T> p) {
   float result[kSub][kDim / 8][4] = {};
   Softmax softmax[kSub];
 
-  for (int stage = 0; stage * kGroups < tiles; ++stage) {
-    if (stage) __syncthreads();  // the next tiles go where the last ones lie
-    load(stage + 1);
+  for (int tile = 0; tile < tiles; ++tile) {
+    if (tile) __syncthreads();  // the next tile goes where the last one lies
+    load(tile + 1);
     wait_async<1>();
     __syncthreads();
-    const int tile = stage * kGroups + group;
-    if (tile >= tiles) continue;
-    const uint32_t keys_at =
-        ring_at + (stage % kStages * S::kStage + group * 2 * S::kTile) * 2;
+    const uint32_t keys_at = ring_at + tile % kStages * 2 * S::kTile * 2;
     const uint32_t values_at = keys_at + S::kTile * 2;
     float scores[kSub][kKeys / 8][4] = {};
 #pragma unroll
@@ -187,52 +171,6 @@ __global__ void __launch_bounds__(S::kThreads) attend(const Attention<T> p) {
     }
   }
 
-  if constexpr (kGroups == 2) {
-    // The second group leaves what it has where the tiles were; the first adds it to its own.
-    float* const left = reinterpret_cast<float*>(memory + S::kQueries * S::kStride * 2) +
-                        threadIdx.x % kGroupThreads;
-    wait_async<0>();
-    __syncthreads();
-    int at = 0;
-    const auto hand = [&](float own) { left[at++ * kGroupThreads] = own; };
-    const auto take = [&]() { return left[at++ * kGroupThreads]; };
-    if (group) {
-#pragma unroll
-      for (int sub = 0; sub < kSub; ++sub) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          hand(softmax[sub].largest[r]);
-          hand(softmax[sub].sum[r]);
-        }
-#pragma unroll
-        for (const auto& column : result[sub]) {
-#pragma unroll
-          for (float value : column) hand(value);
-        }
-      }
-    }
-    __syncthreads();
-    if (group) return;
-#pragma unroll
-    for (int sub = 0; sub < kSub; ++sub) {
-      float own[2], other[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float largest = take(), sum = take();
-        const float most = fmaxf(softmax[sub].largest[r], largest);
-        const float base = most == -INFINITY ? 0.0f : most * p.scale;
-        own[r] = power_of_two(softmax[sub].largest[r] * p.scale - base);
-        other[r] = power_of_two(largest * p.scale - base);
-        softmax[sub].sum[r] = softmax[sub].sum[r] * own[r] + sum * other[r];
-      }
-#pragma unroll
-      for (auto& column : result[sub]) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) column[i] = column[i] * own[i / 2] + take() * other[i / 2];
-      }
-    }
-  }
-
 #pragma unroll
   for (int sub = 0; sub < kSub; ++sub) {
     const float2 inverse = softmax[sub].inverse();
@@ -254,12 +192,12 @@ __global__ void __launch_bounds__(S::kThreads) attend(const Attention<T> p) {
 
 template <class T, int kDim, bool kCached>
 cudaError_t launch(const Attention<T>& p, int tiles, int heads, cudaStream_t stream) {
-  using S = std::conditional_t<kCached, Shape<kDim, 1, 2, 2, 32>, Shape<kDim, 2, 1, 4, 64>>;
+  using S = Shape<kDim, kCached ? 1 : 2>;
   const auto kernel = attend<T, S, kCached>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
   if (error) return error;
-  kernel<<<dim3(tiles, heads), S::kThreads, S::kSharedBytes, stream>>>(p);
+  kernel<<<dim3(tiles, heads), kThreads, S::kSharedBytes, stream>>>(p);
   return cudaSuccess;
 }
 
@@ -319,8 +257,7 @@ extern "C" int qwen_vl_attend_segments(const qwen_vl_heads* heads, int32_t form,
                   "attention of segments: %d and %d heads of %d channels, %d tiles",
                   heads->heads, heads->kv_heads, heads->head_dim, tile_count);
   }
-  const bool hopper = form != QWEN_VL_MMA;
-  if (hopper && (heads->head_dim != 80 || !qwen_vl_attention_has(form))) {
+  if (form != QWEN_VL_MMA && (heads->head_dim != 80 || !qwen_vl_attention_has(form))) {
     return refuse(QWEN_VL_BAD_ENCODING, message, size,
                   "attention: this device or library has no wgmma form for %d channels",
                   heads->head_dim);
@@ -330,10 +267,7 @@ extern "C" int qwen_vl_attend_segments(const qwen_vl_heads* heads, int32_t form,
     using T = decltype(type);
     Attention<T> p = of_qkv<T>(*heads, qkv, out, scale);
     p.tiles = reinterpret_cast<const int4*>(tiles);
-    if (hopper) {
-      const bool turns = form == QWEN_VL_WGMMA_TURNS;
-      return launch_wgmma(heads->dtype, turns, &p, tile_count, heads->heads, s);
-    }
+    if (form == QWEN_VL_WGMMA) return launch_wgmma(heads->dtype, &p, tile_count, heads->heads, s);
     return static_cast<int>(by_dim<T, false>(*heads, p, tile_count, s));
   };
   const int error = heads->dtype == QWEN_VL_BF16 ? run(__nv_bfloat16()) : run(__half());
@@ -358,7 +292,7 @@ extern "C" int qwen_vl_attend_cache(const qwen_vl_heads* heads, const void* qkv,
     p.span = span;
     p.layer = layer;
     p.kv_row = heads->head_dim;
-    return by_dim<T, true>(*heads, p, (heads->rows + 31) / 32, s);
+    return by_dim<T, true>(*heads, p, (heads->rows + 63) / 64, s);
   };
   const cudaError_t error = heads->dtype == QWEN_VL_BF16 ? run(__nv_bfloat16()) : run(__half());
   if (error) {
@@ -376,5 +310,5 @@ extern "C" int qwen_vl_attention_has(int32_t form) {
     return 0;
   }
   if (form == QWEN_VL_MMA) return major >= 8;
-  return (form == QWEN_VL_WGMMA || form == QWEN_VL_WGMMA_TURNS) && major == 9 && wgmma_built();
+  return form == QWEN_VL_WGMMA && major == 9 && wgmma_built();
 }

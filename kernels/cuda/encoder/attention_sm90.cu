@@ -3,9 +3,8 @@
 //     a block      stays, and takes tiles of 128 queries of one head: four warps copy, two
 //                  warpgroups have 64 queries each, which stay in registers
 //     a step       the scores of the next keys and the result of the last ones are in the tensor
-//                  cores together while the softmax of the next begins; the groups may take turns,
-//                  so that one multiplies while the other takes exponentials
-//                  (FlashAttention-3, Shah et al. 2024)
+//                  cores together while the softmax of the next begins (FlashAttention-3, Shah et
+//                  al. 2024)
 //     a product    scores m64n112k16 in 5 steps, result m64n80k16 in 7: 80 channels cost 80
 //     ring         five tiles of 112 keys and values. A copying warp fills every fourth tile and
 //                  waits for it alone: the fence that shows copies to the tensor cores also waits
@@ -64,7 +63,7 @@ __device__ inline void hide(float (&scores)[kKeys / 8][4], int left, int lane) {
   }
 }
 
-template <class T, bool kTurns>
+template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     attend(const Attention<T> p, int tile_count, int items) {
   extern __shared__ __align__(128) uint8_t memory[];
@@ -113,8 +112,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     registers_up<kGroupRegisters>();
     const int group = (warp - kCopyWarps) / 4, thread = threadIdx.x % kGroupThreads;
     const int first_row = group * 64 + thread / 32 * 16;
-    // Whose turn it is to start products, and a group's own meeting point.
-    const int own = 1 + group, other = 2 - group, meeting = 3 + group;
+    const int meeting = 1 + group;  // barrier 0 is that of the whole block
     int count = 0;
     for (int number = blockIdx.x; number < items; number += gridDim.x) {
       const Item item(p.tiles, tile_count, number);
@@ -171,20 +169,15 @@ __global__ void __launch_bounds__(kThreads, 1)
       wait_full(0);
       wgmma_begin();
       multiply_keys(0);
-      if (kTurns && group && item.tiles > 1) named_arrive<kGroups * kGroupThreads>(other);
       wgmma_wait<0>();
       hide(scores, item.end_key - item.first_key, lane);
       softmax.step(scores, p.scale);
       pack<T>(weights, scores);
       for (int tile = 1; tile < item.tiles; ++tile) {
         wait_full(tile);
-        if (kTurns) named_wait<kGroups * kGroupThreads>(own);
         wgmma_begin();
         multiply_keys(tile);
         multiply_values(tile - 1);
-        if (kTurns && (!group || tile + 1 < item.tiles)) {
-          named_arrive<kGroups * kGroupThreads>(other);
-        }
         wgmma_wait<1>();
         hide(scores, item.end_key - item.first_key - tile * kKeys, lane);
         const float2 shrink = softmax.step(scores, p.scale);
@@ -223,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-template <class T, bool kTurns>
+template <class T>
 int launch(const void* args, int tiles, int heads, cudaStream_t stream) {
   int device, processors;
   cudaError_t error = cudaGetDevice(&device);
@@ -231,12 +224,12 @@ int launch(const void* args, int tiles, int heads, cudaStream_t stream) {
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
   if (!error) {
-    error = cudaFuncSetAttribute(attend<T, kTurns>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    error = cudaFuncSetAttribute(attend<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  kSharedBytes);
   }
   if (error) return error;
   const int items = tiles * heads;
-  attend<T, kTurns><<<items < processors ? items : processors, kThreads, kSharedBytes, stream>>>(
+  attend<T><<<items < processors ? items : processors, kThreads, kSharedBytes, stream>>>(
       *static_cast<const Attention<T>*>(args), tiles, items);
   return cudaSuccess;
 }
@@ -245,14 +238,9 @@ int launch(const void* args, int tiles, int heads, cudaStream_t stream) {
 
 bool wgmma_built() { return true; }
 
-int launch_wgmma(int dtype, bool turns, const void* args, int tiles, int heads,
-                 cudaStream_t stream) {
-  if (dtype == QWEN_VL_BF16) {
-    return turns ? launch<__nv_bfloat16, true>(args, tiles, heads, stream)
-                 : launch<__nv_bfloat16, false>(args, tiles, heads, stream);
-  }
-  return turns ? launch<__half, true>(args, tiles, heads, stream)
-               : launch<__half, false>(args, tiles, heads, stream);
+int launch_wgmma(int dtype, const void* args, int tiles, int heads, cudaStream_t stream) {
+  return dtype == QWEN_VL_BF16 ? launch<__nv_bfloat16>(args, tiles, heads, stream)
+                               : launch<__half>(args, tiles, heads, stream);
 }
 
 }  // namespace qwen_vl

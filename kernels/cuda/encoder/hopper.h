@@ -11,10 +11,8 @@ namespace qwen_vl {
 // False where the library was built without them.
 bool wgmma_built();
 
-// args: Attention<T> of segments, T by dtype. turns: the two groups of a block start their products
-// one after the other. Returns a cudaError_t.
-int launch_wgmma(int dtype, bool turns, const void* args, int tiles, int heads,
-                 cudaStream_t stream);
+// args: Attention<T> of segments, T by dtype; returns a cudaError_t.
+int launch_wgmma(int dtype, const void* args, int tiles, int heads, cudaStream_t stream);
 
 // quick_gelu(x * weight^T + bias), or silu(x * gates^T) * (x * others^T), weight being gates, then
 // others; product.outs counts columns of the result. Returns a cudaError_t.

@@ -61,19 +61,15 @@ __device__ inline void registers_up() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// Named barriers: one group of threads goes on when another has passed a point.
+// A named barrier: where the threads of a group meet, without the rest of the block.
 template <int kThreads>
 __device__ inline void named_wait(int name) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "n"(kThreads) : "memory");
 }
-template <int kThreads>
-__device__ inline void named_arrive(int name) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(name), "n"(kThreads) : "memory");
-}
 
 #define QWEN_VL_R4(x, i) "+f"(x[i][0]), "+f"(x[i][1]), "+f"(x[i][2]), "+f"(x[i][3])
 
-#define QWEN_VL_SCORES_112(type)                                                                  \
+#define QWEN_VL_SCORES(type)                                                                  \
   asm volatile(                                                                                   \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %61, 0;\n"                                                \
       "wgmma.mma_async.sync.aligned.m64n112k16.f32." type "." type " {"                           \
@@ -88,38 +84,14 @@ __device__ inline void named_arrive(int name) {
         QWEN_VL_R4(c, 12), QWEN_VL_R4(c, 13)                                                      \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)))
 
-#define QWEN_VL_SCORES_128(type)                                                                  \
-  asm volatile(                                                                                   \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {"                           \
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "               \
-      "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "               \
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, "               \
-      "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, "               \
-      "%62, %63}, "                                                                               \
-      "{%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"                                                 \
-      : QWEN_VL_R4(c, 0), QWEN_VL_R4(c, 1), QWEN_VL_R4(c, 2), QWEN_VL_R4(c, 3),                   \
-        QWEN_VL_R4(c, 4), QWEN_VL_R4(c, 5), QWEN_VL_R4(c, 6), QWEN_VL_R4(c, 7),                   \
-        QWEN_VL_R4(c, 8), QWEN_VL_R4(c, 9), QWEN_VL_R4(c, 10), QWEN_VL_R4(c, 11),                 \
-        QWEN_VL_R4(c, 12), QWEN_VL_R4(c, 13), QWEN_VL_R4(c, 14), QWEN_VL_R4(c, 15)                \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)))
-
 // c[64 x keys] (+)= a[64x16] * b[keys x 16]^T, a in registers, b in shared memory, K-major.
 __device__ inline void multiply_scores(float (&c)[14][4], const uint32_t (&a)[4], uint64_t b,
                                        bool add, __nv_bfloat16) {
-  QWEN_VL_SCORES_112("bf16");
+  QWEN_VL_SCORES("bf16");
 }
 __device__ inline void multiply_scores(float (&c)[14][4], const uint32_t (&a)[4], uint64_t b,
                                        bool add, __half) {
-  QWEN_VL_SCORES_112("f16");
-}
-__device__ inline void multiply_scores(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b,
-                                       bool add, __nv_bfloat16) {
-  QWEN_VL_SCORES_128("bf16");
-}
-__device__ inline void multiply_scores(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b,
-                                       bool add, __half) {
-  QWEN_VL_SCORES_128("f16");
+  QWEN_VL_SCORES("f16");
 }
 
 #define QWEN_VL_RESULT(type)                                                                     \
@@ -144,8 +116,7 @@ __device__ inline void multiply_result(float (&c)[10][4], const uint32_t (&a)[4]
 }
 
 #undef QWEN_VL_RESULT
-#undef QWEN_VL_SCORES_112
-#undef QWEN_VL_SCORES_128
+#undef QWEN_VL_SCORES
 #undef QWEN_VL_R4
 
 }  // namespace qwen_vl
