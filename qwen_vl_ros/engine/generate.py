@@ -50,11 +50,29 @@ def choose(
     allowed: Tensor | None = None,
 ) -> Choice:
     """
-    Choose the next token; one transfer to the host.
+    Choose the next token; one transfer to the host, which waits for it.
 
     :param logits: [vocab], any float dtype.
     :param generator: of the logits' device; not used when greedy.
     :param allowed: bool [vocab], tokens that a grammar permits; ``None`` permits all.
+    """
+    return choice_of(choice_row(logits, sampling, generator, allowed))
+
+
+def choice_of(row: Tensor) -> Choice:
+    """Read what :func:`choice_row` gave."""
+    token, probability, margin, finite = row.tolist()
+    return Choice(int(token), probability, margin, bool(finite))
+
+
+def choice_row(
+    logits: Tensor, sampling: Sampling, generator: torch.Generator | None = None,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """
+    Choose the next token and leave it on the device; parameters as for :func:`choose`.
+
+    :return: float64 [4]: the fields of a :class:`Choice`.
     """
     wide = logits.float()
     finite = torch.isfinite(wide).all()
@@ -68,9 +86,8 @@ def choose(
         probabilities = torch.where(finite, _distribution(wide, sampling), 1.0)
         token = torch.multinomial(probabilities, 1, generator=generator)[0]
     probability = (wide[token] - wide.logsumexp(0)).exp()
-    row = torch.stack((token.double(), probability.double(),
-                       (best.values[0] - best.values[1]).double(), finite.double())).tolist()
-    return Choice(int(row[0]), row[1], row[2], bool(row[3]))
+    return torch.stack((token.double(), probability.double(),
+                        (best.values[0] - best.values[1]).double(), finite.double()))
 
 
 def _distribution(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from qwen_vl_ros.engine.stages import DeviceClock
 from qwen_vl_ros.engine.vision import VisionEncoder
 from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.measure.transport import HandOver
+
+T = TypeVar('T')
 
 #: First index of a visual in the kept prompt, one past its last, and its merged tokens.
 Placed = tuple[tuple[int, int], Tensor]
@@ -146,9 +149,9 @@ class Model:
 
     @torch.inference_mode()
     def first_token(
-        self, hidden: Tensor, choose: Callable[[Tensor], Choice], clock: DeviceClock,
-    ) -> Choice:
-        """Choose from the logits of the prompt's last hidden state [1, width]."""
+        self, hidden: Tensor, choose: Callable[[Tensor], T], clock: DeviceClock,
+    ) -> T:
+        """Return what ``choose`` makes of the logits of the last hidden state [1, width]."""
         head = self.language.head.nbytes
         flops = 2 * self.config.language.vocab * self.config.language.width
         with clock.stage('first_token', bytes_read=head, flops=flops):

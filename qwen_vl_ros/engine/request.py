@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.engine.parts import parts_of
 from qwen_vl_ros.engine.patches import Grid, content_key, grid_of
 from qwen_vl_ros.engine.prompt import PromptBuilder, VisualToken
 from qwen_vl_ros.engine.types import Request, Visual
@@ -80,3 +81,28 @@ def plan_visual(
     if visual.variant and units is not None:
         key ^= zlib.crc32(visual.variant.encode()) << 24
     return VisualToken(grid, len(visual.frames) > 1, key, units, tuple(visual.frames))
+
+
+def early_visual(
+    request: Request, limits: tuple[int, int], factor: int, micro_batch: float,
+) -> VisualToken | None:
+    """
+    Return a request's first visual without its key, where its size is all that has to be known.
+
+    Hashing a camera's frame takes longer than cutting it into patches: meanwhile it can be encoded.
+
+    :param limits: as for :func:`plan_visual`, ``factor`` too.
+    :param micro_batch: see :func:`qwen_vl_ros.engine.parts.parts_of`.
+    :return: ``None`` for a frame that has been hashed before (its features may be there), and where
+        units are chosen, or a session may have shown it.
+    :raises EngineError: BAD_REQUEST.
+    """
+    if not request.visuals or micro_batch < 1 or request.keep_ratio < 1 or request.session_id:
+        return None
+    visual = request.visuals[0]
+    known = any('digest' in vars(frame) for frame in visual.frames)
+    if visual.keep is not None or not visual.frames or known:
+        return None
+    grid = grid_of(visual.frames, *limits, factor)
+    token = VisualToken(grid, len(visual.frames) > 1, 0, None, tuple(visual.frames))
+    return token if len(parts_of(token, micro_batch)) == 1 else None

@@ -233,6 +233,9 @@ class Rounds:
                 track.prefill.wait(mark)
         with track.prefill.active():
             run.prefill(most)
+            if self._units > 1 and run.prefilled == run.prompt.ids.size:
+                # At once: its many small kernels are launched while the GPU is at the prefill.
+                run.launch_first()
         self._took(track, track.prefill, task)
         return True
 

@@ -13,17 +13,24 @@ from torch import Tensor
 from qwen_vl_ros.engine.constrain import Constraint, Constraints
 from qwen_vl_ros.engine.decoder import Row
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
-from qwen_vl_ros.engine.generate import Acceptor, Choice, Generated, Sampling, choose
+from qwen_vl_ros.engine.generate import (
+    Acceptor,
+    Choice,
+    Generated,
+    Sampling,
+    choice_of,
+    choice_row,
+    choose,
+)
 from qwen_vl_ros.engine.kv_cache import CachePool, KVCache
 from qwen_vl_ros.engine.model import Model, Placed
 from qwen_vl_ros.engine.offload import Prepared
 from qwen_vl_ros.engine.options import ModelInfo, Options
 from qwen_vl_ros.engine.parts import Part, banded, parts_of
-from qwen_vl_ros.engine.patches import grid_of
 from qwen_vl_ros.engine.prompt import Prompt, PromptBuilder, Turn, VisualToken
-from qwen_vl_ros.engine.request import check_request, plan_visual
+from qwen_vl_ros.engine.request import check_request, early_visual, plan_visual
 from qwen_vl_ros.engine.sessions import Sessions, without_repeats
-from qwen_vl_ros.engine.stages import DeviceClock, FeatureCache
+from qwen_vl_ros.engine.stages import DeviceClock, FeatureCache, to_host
 from qwen_vl_ros.engine.text import TextStream
 from qwen_vl_ros.engine.types import Answer, Delta, Done, Request
 from qwen_vl_ros.measure.timeline import Timeline
@@ -94,6 +101,7 @@ class Running:
         self.generated = Generated()
         self.looks: list[Look] = []
         self.hidden: Tensor | None = None
+        self._first: Tensor | None = None
         self.cache: KVCache | None = None
         self.slot: int | None = None
         self._shared = shared
@@ -129,24 +137,10 @@ class Running:
         self.shown = [v for turn in self.turns for v in turn.visuals]
 
     def early_visual(self) -> VisualToken | None:
-        """
-        Return the first visual without its key, where nothing but its size has to be known.
-
-        Hashing a camera's frame takes as long as cutting it into patches: meanwhile it can be
-        encoded. ``None`` for a frame that has been hashed before (its features may be there), and
-        where units are chosen.
-        """
-        request, shared = self.request, self._shared
-        if not request.visuals or self.micro_batch < 1 or request.keep_ratio < 1:
-            return None
-        visual = request.visuals[0]
-        known = [frame for frame in visual.frames if 'digest' in vars(frame)]
-        if visual.keep is not None or not visual.frames or known or request.session_id:
-            return None
-        grid = grid_of(visual.frames, shared.options.min_pixels, shared.info.max_pixels,
-                       shared.model.config.vision.factor)
-        token = VisualToken(grid, len(visual.frames) > 1, 0, None, tuple(visual.frames))
-        return token if len(parts_of(token, self.micro_batch)) == 1 else None
+        """Return the first visual without its key, see :func:`early_visual`."""
+        shared = self._shared
+        return early_visual(self.request, (shared.options.min_pixels, shared.info.max_pixels),
+                            shared.model.config.vision.factor, self.micro_batch)
 
     def adopt(self, features: Tensor, finite: Tensor) -> bool:
         """
@@ -253,6 +247,13 @@ class Running:
         self.hidden = model.prefill(self.prompt, x, start, self.cache, self.clock)
         return stop - start
 
+    def launch_first(self) -> None:
+        """Put the choice of the first token behind the prefill; :meth:`first_choice` reads it."""
+        if self._constraint is None and self.hidden is not None:
+            self._first = self._shared.model.first_token(
+                self.hidden, lambda logits: to_host(choice_row(logits, *self._sampling())),
+                self.clock)
+
     def first_choice(self) -> Choice:
         """
         Choose the first token; waits for the device.
@@ -260,25 +261,31 @@ class Running:
         :raises EngineError: NUMERICAL for a picture whose features are not finite.
         """
         request, shared = self.request, self._shared
-        sampling = Sampling(request.temperature, request.top_k, request.top_p)
-        generator = None
-        if sampling.temperature > 0:
-            generator = torch.Generator(shared.model.device).manual_seed(request.seed)
         self._acceptor = Acceptor(
             self.generated, shared.end_tokens,
             min(request.max_new_tokens, shared.options.max_context - self.prompt.ids.size),
             shared.options.repetition_window)
         self._text = TextStream(shared.tokenizer)
-        assert self.hidden is not None
-        allowed = self.allowed(None)
-        choice = shared.model.first_token(
-            self.hidden, lambda logits: choose(logits, sampling, generator, allowed), self.clock)
-        self.hidden = None
+        if self._first is not None:
+            choice = choice_of(self._first)
+        else:
+            assert self.hidden is not None
+            allowed = self.allowed(None)
+            choice = shared.model.first_token(
+                self.hidden, lambda logits: choose(logits, *self._sampling(), allowed), self.clock)
+        self.hidden = self._first = None
         if self.cache is not None:
             # The choice was waited for, so that all rows before it are written.
             self.cache.settled = self.cache.length
         self._keep_features()
         return choice
+
+    def _sampling(self) -> tuple[Sampling, torch.Generator | None]:
+        request = self.request
+        sampling = Sampling(request.temperature, request.top_k, request.top_p)
+        if not sampling.temperature:
+            return sampling, None
+        return sampling, torch.Generator(self._shared.model.device).manual_seed(request.seed)
 
     def allowed(self, last: int | None) -> Tensor | None:
         """
@@ -366,7 +373,7 @@ class Running:
         :param keep: the cache's rows can be trusted.
         """
         self.release()
-        self.looks, self._finite, self.hidden = [], [], None
+        self.looks, self._finite, self.hidden, self._first = [], [], None, None
         if self.cache is not None:
             cache, self.cache = self.cache, None
             self._shared.pool.release(cache, keep)

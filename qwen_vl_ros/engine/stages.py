@@ -65,6 +65,13 @@ class DeviceClock:
             span._resolve = resolve
 
 
+def to_host(row: Tensor) -> Tensor:
+    """Return a small tensor in host memory, on a GPU once its present stream has come so far."""
+    if not row.is_cuda:
+        return row
+    return torch.empty_like(row, device='cpu', pin_memory=True).copy_(row, non_blocking=True)
+
+
 class FeatureCache:
     """
     Merged tokens by content key, least recently used out first.

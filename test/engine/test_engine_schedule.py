@@ -12,6 +12,7 @@ import pytest
 from engine_asking import QUESTION
 from engine_schedules import Events, idle, scheduler
 
+from qwen_vl_ros.engine import rounds
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.schedule import ScheduleOptions, Scheduler
@@ -60,6 +61,7 @@ def test_answers_do_not_depend_on_who_runs_beside(engine, requests, seed):
     rng = random.Random(seed)
     plan = scheduler(engine, max_sequences=rng.choice([2, 3, 4]),
                      micro_batch=rng.choice([1.0, 2.0, 100.0]))
+    plan._rounds._units = rng.choice([1, rounds.UNITS])  # as on a CPU, or as on a GPU
     waiting = [(i, rng.choice(['', '', 'cancel', 'deadline', 'fault'])) for i in range(8)] * 2
     rng.shuffle(waiting)
     under_way = []
