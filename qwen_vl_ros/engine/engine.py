@@ -25,7 +25,7 @@ from qwen_vl_ros.engine.options import ModelInfo, Options, cache_count, check_op
 from qwen_vl_ros.engine.prompt import Prompt, PromptBuilder, Turn, VisualToken
 from qwen_vl_ros.engine.quantize import KINDS, quantize_language
 from qwen_vl_ros.engine.quantize_vision import quantize_vision
-from qwen_vl_ros.engine.running import Running, plan_visuals, step
+from qwen_vl_ros.engine.running import Running, plan_visuals
 from qwen_vl_ros.engine.sessions import Sessions
 from qwen_vl_ros.engine.stages import DeviceClock, FeatureCache
 from qwen_vl_ros.engine.tensorrt import choose_engine
@@ -304,7 +304,10 @@ class Engine:
                 choice = run.first_choice()
             else:
                 slot = run.admit(last) if run.slot is None else run.slot
-                choice = step(self, {slot: run}, {slot: last})[slot]
+                allowed = run.allowed(last)
+                choice = self.model.step(
+                    [(run.clock, run.prefilled)],
+                    {} if allowed is None else {slot: allowed})[slot]
             last = choice.token
             delta = run.accept(choice)
             if delta is not None:

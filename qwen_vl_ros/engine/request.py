@@ -89,12 +89,12 @@ def early_visual(
     """
     Return a request's first visual without its key, where its size is all that has to be known.
 
-    Hashing a camera's frame takes longer than cutting it into patches: meanwhile it can be encoded.
+    Hashing a frame takes longer than cutting it into patches: meanwhile it can be encoded.
 
     :param limits: as for :func:`plan_visual`, ``factor`` too.
     :param micro_batch: see :func:`qwen_vl_ros.engine.parts.parts_of`.
-    :return: ``None`` for a frame that has been hashed before (its features may be there), and where
-        units are chosen, or a session may have shown it.
+    :return: ``None`` for a frame that has been hashed before (its features may be there), and
+        where units are chosen, or a session may have shown it.
     :raises EngineError: BAD_REQUEST.
     """
     if not request.visuals or micro_batch < 1 or request.keep_ratio < 1 or request.session_id:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -388,19 +388,3 @@ def plan_visuals(shared: Shared, request: Request) -> tuple[VisualToken, ...]:
     limits = (shared.options.min_pixels, shared.info.max_pixels)
     return tuple(plan_visual(v, request, shared.options.selector, limits,
                              shared.model.config.vision.factor) for v in request.visuals)
-
-
-def step(shared: Shared, rows: Mapping[int, Running],
-         last: Mapping[int, int]) -> dict[int, Choice]:
-    """
-    Run one token of every admitted sequence and return the ones after them, by slot.
-
-    :param rows: all admitted sequences by slot.
-    :param last: the token that each runs now.
-    """
-    allowed = {slot: mask for slot, run in rows.items()
-               if (mask := run.allowed(last[slot])) is not None}
-    return shared.model.step(
-        [(run.clock, run.cache.length) for run in rows.values() if run.cache is not None],
-        allowed)
-
