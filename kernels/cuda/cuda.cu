@@ -248,7 +248,7 @@ cudaError_t launch_project(const FromPatches& source, Units units, const qwen_vl
     if (error) return error;
     const dim3 grid((units.count + kRows / 4 - 1) / (kRows / 4),
                     (p.width + kTileColumns - 1) / kTileColumns);
-    return launch_kernel(kernel, grid, Warps<kRows>::kThreads, kBytes, stream, source, units,
+    return launch_kernel(kernel, grid, kEmbedThreads, kBytes, stream, source, units,
                          static_cast<const T*>(p.weight), p.bias, p.scale, addend,
                          static_cast<Out*>(out), p.width);
   });

@@ -150,11 +150,10 @@ __device__ void write_row(const float2 (&v)[4], int q, Out* row, int column, int
   }
 }
 
-// How a block's warps share its tile: kWarpRows rows x kWarpColumns columns each.
+// How a block's eight warps share its tile: kWarpRows rows x kWarpColumns columns each.
 template <int kRows>
 struct Warps {
-  static constexpr int kThreads = kRows > 128 ? 2 * kRows : kEmbedThreads;
-  static constexpr int kAcross = 4, kDown = kThreads / 32 / kAcross;
+  static constexpr int kDown = 2, kAcross = 8 / kDown;
   static constexpr int kWarpRows = kRows / kDown, kWarpColumns = kTileColumns / kAcross;
   static constexpr int kBlocks = kWarpRows / 16, kGroups = kWarpColumns / 8;
 };
@@ -247,12 +246,11 @@ template <int kRows>
 constexpr int kProjectBytes = kDeep * kTogether * (kWeightTile + kRows * kStep);
 
 template <class T, class Out, int kFeatures, int kRows>
-__global__ void __launch_bounds__(Warps<kRows>::kThreads, kRows > 128 ? 1 : 2)
+__global__ void __launch_bounds__(kEmbedThreads, 2)
     project(FromPatches source, Units units, const T* weights, const float* bias, float scale,
             const float* addend, Out* out, int width) {
   extern __shared__ __align__(128) uint8_t shared[];
   using W = Warps<kRows>;
-  constexpr int kThreads = W::kThreads;
   constexpr int kPadded = kPaddedFeatures<kFeatures>, kSteps = kPadded / kStep;
   constexpr int kTile = kWeightTile + kRows * kStep, kSlot = kTogether * kTile;
   constexpr int kFull = kSteps / kTogether, kLeft = kSteps % kTogether;
@@ -263,11 +261,11 @@ __global__ void __launch_bounds__(Warps<kRows>::kThreads, kRows > 128 ? 1 : 2)
 
   // What this thread brings in each step: four bytes of some patches, 16 of some columns' weights.
   // Beyond the last patch it is the last one's: nothing is written of them.
-  constexpr int kCopies = kRows * kStep / 4 / kThreads;
+  constexpr int kCopies = kRows * kStep / 4 / kEmbedThreads;
   const uint8_t* from[kCopies];
 #pragma unroll
   for (int j = 0; j < kCopies; ++j) {
-    const int row = threadIdx.x / 8 + j * (kThreads / 8);
+    const int row = threadIdx.x / 8 + j * (kEmbedThreads / 8);
     const int place = min(first_unit + row / 4, units.count - 1);
     from[j] = source.patches + (static_cast<int64_t>(units.at(place)) * 4 + row % 4) * kFeatures +
               threadIdx.x % 8 * 4;
@@ -286,16 +284,14 @@ __global__ void __launch_bounds__(Warps<kRows>::kThreads, kRows > 128 ? 1 : 2)
       if (step >= kSteps) break;
       const uint32_t to = filled + t * kTile;
 #pragma unroll
-      for (int j = 0; j * kThreads < kTileColumns * 4; ++j) {
-        if ((j * kThreads + static_cast<int>(threadIdx.x)) < kTileColumns * 4) {
-          copy_async(first_slot + to + j * kThreads * 16,
-                     weight + j * (kThreads / 4) * kPadded + t * kStep);
-        }
+      for (int j = 0; j < kTileColumns * 4 / kEmbedThreads; ++j) {
+        copy_async(first_slot + to + j * kEmbedThreads * 16,
+                   weight + j * (kEmbedThreads / 4) * kPadded + t * kStep);
       }
       const bool there = step < kSteps - 1 || in_last;
 #pragma unroll
       for (int j = 0; j < kCopies; ++j) {
-        copy_async_word(first_row_slot + to + j * kThreads * 4,
+        copy_async_word(first_row_slot + to + j * kEmbedThreads * 4,
                         there ? from[j] + t * kStep : source.patches, there);
       }
     }
@@ -318,11 +314,11 @@ __global__ void __launch_bounds__(Warps<kRows>::kThreads, kRows > 128 ? 1 : 2)
 #pragma unroll 1
   for (int turn = 0; turn < kFull; ++turn) {
     arrived();
-    fetch(turn + kDeep - 1);
 #pragma unroll
     for (int t = 0; t < kTogether; ++t) {
       multiply_step<T, kRows, kStep>(first_left + used + t * kTile, first_right + used + t * kTile,
                                      sums);
+      if (t == 0) fetch(turn + kDeep - 1);
     }
     used = used == (kDeep - 1) * kSlot ? 0 : used + kSlot;
   }
