@@ -94,7 +94,9 @@ def own_assumptions(own: Mapping[Key, Own]) -> list[str]:
              '(published), x ') + f'{one.measured:.1%}, {one.source}'
           for (stage, kind), one in sorted(own.items())),
         'kernels reach the same share of an Orin\'s roofs as of the machine they were timed on; '
-        'products there may be a library\'s, which has other code for an Orin',
+        'products there may be a library\'s, which has other code for an Orin; an H200 asks more '
+        'bytes of a multiprocessor in a clock (18) than an Orin does (10): decoding is a low '
+        'estimate',
         *ASSUMPTIONS[2:]]
 
 
