@@ -11,6 +11,7 @@ takes a minute to compile and belongs in a call of its own.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -151,7 +152,13 @@ class Bench:
                   for _ in range(count)]
         slots = [decoder.admit(Row(cache, 0), 7 + i) for i, cache in enumerate(caches)]
         if isinstance(decoder, CudaDecoder):
-            times = timed(lambda: decoder.kernels.step(slots), max(5, steps // 10), 10)
+            kernels = decoder.kernels
+
+            def step() -> None:
+                for first in range(0, count, kernels.rows):
+                    kernels.step(slots[first:first + kernels.rows])
+
+            times = timed(step, max(5, steps // 10), 10)
         else:
             times = timed(decoder.step, steps, 1)
         for slot in slots:
@@ -159,7 +166,8 @@ class Bench:
         ms = median(times)
         config = language.config
         row = 2 * config.layers * config.kv_heads * config.head_dim * language.dtype.itemsize
-        moved = language.weight_bytes + count * context * row
+        reads = -(-count // decoder.kernels.rows) if isinstance(decoder, CudaDecoder) else 1
+        moved = reads * language.weight_bytes + count * context * row
         found = [record('decode', case, 'ms_per_token' if count == 1 else 'ms', ms, 'ms',
                         times=times, baseline=(name, other))
                  for name, other in theirs.items()] or [
@@ -167,7 +175,7 @@ class Bench:
         rate = moved / ms / 1e6
         found.append(record('decode', case, 'tokens_per_s', count * 1e3 / ms, '1/s'))
         found.append(record('decode', case, 'gb_s', rate, 'GB/s',
-                            note='weights once and the cache, over the time of a step'))
+                            note='weights and the cache, over the time of a step'))
         if self.pin:
             found.append(record('decode', case, 'share_of_limit', rate / self.pin, '',
                                 note=f'of {self.pin:g} GB/s on the data sheet'))
@@ -284,7 +292,8 @@ class Bench:
 
 
 def used(device: torch.device) -> int:
-    """Return bytes of the device that are in use, by whomever, caches of torch given back."""
+    """Return bytes of the device that are in use, by whomever; what nobody holds is given back."""
+    gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

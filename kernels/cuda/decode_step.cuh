@@ -43,8 +43,8 @@ struct Step {
   // those that the others leave in shared memory, in their order.
   template <int kOwn, bool kLayers>
   __device__ void multiply(int op, Best* best) {
-    WarpShare share = tables.share[op][QVL_SERVICE ? min(warp, kWarps - 1) : warp];
-    if (QVL_SERVICE && warp == kWarps) share.begin = share.end;
+    WarpShare share = tables.share[op][min(warp, kWarps - 1)];
+    if (warp == kWarps) share.begin = share.end;
     const OpInfo& info = tables.op[op];
     const int block_begin = info.begin, block_end = info.end, per_tile = info.per_tile;
     const int columns = (p.l.count + 1) / 2;

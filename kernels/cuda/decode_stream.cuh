@@ -1,8 +1,7 @@
 // The weights as a warp sees them: one stream of items through all layers, read ahead of use.
 //
 // Which items a warp multiplies is settled before the step begins, so its ring in shared memory
-// fills on while the warp waits for a barrier, for attention, or for its turn: memory never idles.
-// A lane copies what it alone will read; only scales pass between lanes.
+// fills on while the warp waits for a barrier, for attention, or for its turn.
 #ifndef QWEN_VL_DECODE_STREAM_CUH_
 #define QWEN_VL_DECODE_STREAM_CUH_
 
@@ -26,11 +25,11 @@ class Stream {
   // The oldest item; valid until release().
   __device__ const uint8_t* acquire() {
     wait_for(p_.depth - 1);
-    if (kScales) __syncwarp();  // other lanes copied the scales
+    __syncwarp();  // lanes copy for each other
     return ring_ + use_;
   }
   __device__ void release() {
-    if (kScales) __syncwarp();
+    __syncwarp();
     use_ += p_.slot_bytes;
     if (use_ == p_.depth * p_.slot_bytes) use_ = 0;
     issue();
@@ -65,11 +64,12 @@ class Stream {
     const qwen_vl_decode_matrix& matrix =
         c.op == kHead ? p_.m.head : tables_.layer[c.layer].op[c.op];
     const OpInfo& info = tables_.op[c.op];
-    const int in_row = at * kItemRow + lane % 4 * 16;
+    const int in_row = at * kItemRow + lane % 8 * 16;
     other_ = info.other;
+    four_ = info.row_bytes * 4;
     room_ = info.row_bytes - in_row;
     from_ = static_cast<const uint8_t*>(matrix.weight) + in_row +
-            static_cast<int64_t>(tile_row(p_.m, c.op, c.tile) + lane / 4) * info.row_bytes;
+            static_cast<int64_t>(tile_row(p_.m, c.op, c.tile) + lane / 8) * info.row_bytes;
     if (kScales) {
       const int form = c.op == kHead ? kHeadForm : kForm;
       scale_bytes_ = info.scale_item;
@@ -97,14 +97,16 @@ class Stream {
   __device__ void issue() {
     if (run_ > 0) {
       const int lane = threadIdx.x % 32;
-      const uint32_t to = shared_of(ring_) + fill_ + lane * 16;
-      const bool whole = room_ > 0, more = room_ > 64;
+      // Four rows of 128 bytes at a time, to where the lanes that multiply them look.
+      const uint32_t slot = shared_of(ring_) + fill_;
+      const uint32_t to = slot + lane / 8 * 64 + lane % 4 * 16 + lane % 8 / 4 * 512;
+      const bool whole = room_ > 0;
       copy16(to, from_, whole);
-      copy16(to + 512, from_ + 64, more);
+      copy16(to + 256, from_ + four_, whole);
       copy16(to + 1024, from_ + other_, whole);
-      copy16(to + 1536, from_ + other_ + 64, more);
+      copy16(to + 1280, from_ + other_ + four_, whole);
       if (kScales) {
-        if (lane * 16 < scale_bytes_) copy16(to + kItem, scales_, true);
+        if (lane * 16 < scale_bytes_) copy16(slot + lane * 16 + kItem, scales_, true);
         scales_ += scale_step_;
       }
       fill_ += p_.slot_bytes;
@@ -122,6 +124,7 @@ class Stream {
   int run_ = 0;   // items left of the tile
   int room_ = 0;  // bytes left of the row from here
   int other_ = 0;  // bytes from output g to output g + 8
+  int four_ = 0;   // and to the fourth after it
   int fill_ = 0, use_ = 0, scale_bytes_ = 0, scale_step_ = 0;
   const uint8_t *from_ = nullptr, *scales_ = nullptr;
 };

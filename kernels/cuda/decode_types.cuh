@@ -11,14 +11,11 @@
 namespace qwen_vl {
 namespace decode {
 
-#ifndef QVL_WARPS
-#define QVL_WARPS 12
-#endif
-#ifndef QVL_SERVICE
-#define QVL_SERVICE 0
-#endif
-constexpr int kWarps = QVL_WARPS, kThreads = 32 * (kWarps + QVL_SERVICE);
-constexpr int kServiceThread = QVL_SERVICE ? 32 * kWarps : 0;
+// Warps that multiply. One more meets the other blocks: it has no copies under way that a fence
+// could wait for. Twelve warps leave 168 registers a thread and next to nothing is spilled: with so
+// much shared memory in use the first-level cache is too small for the spills of a block.
+constexpr int kWarps = 11, kThreads = 32 * (kWarps + 1);
+constexpr int kServiceThread = 32 * kWarps;
 constexpr int kRows = QWEN_VL_DECODE_ROWS;
 constexpr int kTile = 16;                    // outputs that a warp computes at a time
 constexpr int kItemRow = 128;                // bytes of one output's weights in an item
