@@ -45,8 +45,8 @@ int check_model(const qwen_vl_decode_model* m, char* message, size_t size) {
                   m->form, m->head_form);
   const bool groups = grouped(m->form);
   if (groups && m->group != 32 && m->group != 64 && m->group != 128)
-    return refuse(QWEN_VL_BAD_SIZE, message, size, "no decode kernel for groups of %d: 32, 64 or 128",
-                  m->group);
+    return refuse(QWEN_VL_BAD_SIZE, message, size,
+                  "no decode kernel for groups of %d: 32, 64 or 128", m->group);
   if (groups && (m->width % m->group || m->mlp % m->group))
     return refuse(QWEN_VL_BAD_SIZE, message, size, "groups of %d do not divide %d or %d", m->group,
                   m->width, m->mlp);

@@ -11,8 +11,8 @@ namespace decode {
 // the token with the largest logit / temperature + noise is a draw from the softmax. It is not the
 // draw of torch's generator. Bits by the finaliser of splitmix64 (Steele et al. 2014).
 __device__ inline float gumbel(uint64_t seed, int position, int token) {
-  uint64_t z = seed + 0x9e3779b97f4a7c15ull *
-                          ((static_cast<uint64_t>(position) << 32) + static_cast<uint32_t>(token) + 1);
+  const uint64_t place = (static_cast<uint64_t>(position) << 32) + static_cast<uint32_t>(token);
+  uint64_t z = seed + 0x9e3779b97f4a7c15ull * (place + 1);
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
   z ^= z >> 31;

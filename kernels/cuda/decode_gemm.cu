@@ -200,7 +200,8 @@ __global__ void __launch_bounds__(kGemmThreads) dequantise(const Gemm p) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kGemmThreads + threadIdx.x;
   const int per = p.inputs / 8;
   if (i >= static_cast<int64_t>(p.outputs) * per) return;
-  const int row = static_cast<int>(i / per), k = static_cast<int>(i - static_cast<int64_t>(row) * per) * 8;
+  const int row = static_cast<int>(i / per);
+  const int k = static_cast<int>(i - static_cast<int64_t>(row) * per) * 8;
   float scale, zero = 0.f;
   if constexpr (kForm == kInt8) {
     scale = __ldg(static_cast<const float*>(p.scales) + row);
@@ -252,7 +253,8 @@ cudaError_t launch_rows(const Gemm& p, cudaStream_t stream) {
                            kGemmThreads, 0, stream>>>(p);
     return cudaGetLastError();
   }
-  return p.rows <= 64 ? launch_gemm<T, kForm, 64>(p, stream) : launch_gemm<T, kForm, 128>(p, stream);
+  return p.rows <= 64 ? launch_gemm<T, kForm, 64>(p, stream)
+                      : launch_gemm<T, kForm, 128>(p, stream);
 }
 
 template <class T>

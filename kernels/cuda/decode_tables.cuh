@@ -13,8 +13,8 @@ namespace decode {
 constexpr int kNormUnits = 64;  // most pieces of 256 inputs of all sequences together
 constexpr int kMaxBias = 512;   // of a block's share of qkv
 
-// A warp's items [begin, end) of a matrix; the first is item `at` of tile `tile`. The last tile that
-// it begins but does not end is its own; `others` warps after it have the rest.
+// A warp's items [begin, end) of a matrix; the first is item `at` of tile `tile`. The last tile
+// that it begins but does not end is its own; `others` warps after it have the rest.
 struct WarpShare {
   int begin, end, tile;
   int16_t at, others;

@@ -1,5 +1,5 @@
-// The instructions of the decode step that C++ has no name for; all of the sm_80 class. Found by the
-// include path, so that test/kernels/decode_emulator can put its own in their place.
+// The instructions of the decode step that C++ has no name for; all of the sm_80 class. Found by
+// the include path, so that test/kernels/decode_emulator can put its own in their place.
 #ifndef QWEN_VL_DECODE_PTX_CUH_
 #define QWEN_VL_DECODE_PTX_CUH_
 
