@@ -188,6 +188,8 @@ def evaluate(engine: Engine, families: Iterable[str], *, split: str = 'test', co
             request = Request(item.question.text, (Visual(frames, mask),), max_new_tokens=32,
                               keep_ratio=keep_ratio)
             if looks_back:
+                # Items are different rooms: nothing of the last one may be remembered.
+                engine.options.selector.forget()  # type: ignore[attr-defined]
                 say(engine, replace(request, visuals=(Visual(frames_of(earlier(item))),)))
             got = say(engine, request, fewer)
             kept += got.vision_tokens_kept

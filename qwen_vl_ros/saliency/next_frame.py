@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 MOVED = 24.0
 #: Difference of what was never seen.
 UNSEEN = 255.0
+#: Median difference, levels, from which on it is another scene: what is remembered is no help.
+CUT = 25.0
 #: Weight of the last answer's map against the ranks of the new frame's own.
 KNOWN = 0.5
 #: A shift under this many units is noise of the estimate.
@@ -168,6 +170,10 @@ class NextFrameSelector:
         if state is None or state.cam.shape != (rows, columns):
             return base
         shift, _ = moved = moved_since(state.signal, state.frame, frames[-1], rows, columns)
+        known = moved[1] < UNSEEN
+        if known.any() and np.median(moved[1][known]) > CUT:
+            del self._cameras[frames[-1].camera]
+            return base
         differences = [state.signal.difference([f], rows, columns)[0] for f in frames[:-1]]
         cam = state.cam if state.question == question else np.zeros_like(state.cam)
         if state.focus is not None:

@@ -115,6 +115,16 @@ def test_weights_without_a_gradient_leave_motion_and_base(engine, selector, monk
     selector._blind = False
 
 
+def test_another_scene_is_begun_anew(selector):
+    selector.forget()
+    first, second = (Frame.from_rgb(frames_of(i)[0].rgb(), camera='c')
+                     for i in items('attribute', 'test', 2, 11))
+    selector([first], GRID, 0.25, 'what?')
+    again = selector([second], GRID, 0.25, 'what?')
+    selector.forget()
+    assert (again == selector([second], GRID, 0.25, 'what?')).all()
+
+
 def enters(frames: list[Frame], box: tuple[int, int, int, int], grid, ratio: float) -> float:
     """Return the share of a box's units that is kept in the last frame; the others are static."""
     selector = make_selector('next_frame')
