@@ -152,7 +152,8 @@ def wall(found: list[dict[str, Any]]) -> str:
             continue
         case = r['case']
         what = f"{names[r['metric']]}, {NAMES.get(case['method'], ('all tokens',))[0]}"
-        what += f", {case['kept']} units" if 'kept' in case else f", {case['size']} {case['dtype']}"
+        what += (f", {case['kept']} units" if 'kept' in case
+                 else f", {case['size']} {case['dtype']}")
         against = ''
         if r['metric'] == 'ms_per_answer':
             against = f"{r['value'] / r['baseline']['value']:.2f}"
