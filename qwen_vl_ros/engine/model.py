@@ -129,20 +129,22 @@ class Model:
 
     @torch.inference_mode()
     def prefill(
-        self, prompt: Prompt, x: Tensor, start: int, cache: KVCache, clock: DeviceClock,
+        self, prompt: Prompt, features: Sequence[Placed], start: int, stop: int, cache: KVCache,
+        clock: DeviceClock,
     ) -> Tensor:
         """
-        Run a chunk of the prompt from index ``start``, which is the cache's length.
+        Embed and run a chunk of the prompt from index ``start``, which is the cache's length.
 
-        :param x: its embeddings [n, width].
+        :param features: merged tokens of what the chunk shows, with their places.
+        :param stop: one past the chunk's last index.
         :return: the last hidden state [1, width].
         """
-        stop = start + x.shape[0]
-        positions = self._send(prompt.positions[:, start:stop])
         cost = costs.decoder_cost(
             self.config.language, stop - start, start, 0, self.language.weight_bytes,
             self.element_size)
         with clock.stage('prefill', **cost):
+            x = self.embed(prompt, start, features, stop)
+            positions = self._send(prompt.positions[:, start:stop])
             hidden = self.language.prefill(x, positions, cache, start)
         cache.extend(prompt.names[start:stop])
         return hidden[-1:]

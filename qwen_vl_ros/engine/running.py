@@ -128,12 +128,12 @@ class Running:
         :raises EngineError: BAD_REQUEST, BAD_SCHEMA or PROMPT_TOO_LONG.
         """
         shared, request = self._shared, self.request
-        check_request(request, shared.prompts)
-        self._constraint: Constraint | None = shared.constraints.compile(request.json_schema)
         with self.timeline.stage('select'):
+            check_request(request, shared.prompts)
+            self._constraint: Constraint | None = shared.constraints.compile(request.json_schema)
             self.visuals = tuple(
                 banded(v, self.micro_batch) for v in plan_visuals(shared, request))
-        self.turns, self.prompt = self._fit(Turn(request.question, self.visuals))
+            self.turns, self.prompt = self._fit(Turn(request.question, self.visuals))
         self.shown = [v for turn in self.turns for v in turn.visuals]
 
     def early_visual(self) -> VisualToken | None:
@@ -242,9 +242,8 @@ class Running:
             for features in look.done:
                 placed.append(((begin, begin + features.shape[0]), features))
                 begin += features.shape[0]
-        model = self._shared.model
-        x = model.embed(self.prompt, start, placed, stop)
-        self.hidden = model.prefill(self.prompt, x, start, self.cache, self.clock)
+        self.hidden = self._shared.model.prefill(
+            self.prompt, placed, start, stop, self.cache, self.clock)
         return stop - start
 
     def launch_first(self) -> None:

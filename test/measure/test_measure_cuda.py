@@ -58,8 +58,8 @@ def test_copies_in_streams_arrive():
         assert transport.received(1, setting.size) or not setting.both
 
 
-@pytest.mark.xfail(reason='host work between the tokens is in no stage: 5 % on an H200, where a '
-                          'token takes 1.5 ms')
+@pytest.mark.xfail(reason='5 to 6 % on an H200 when laying out and embedding the prompt were in '
+                          'no stage; they are now, and no GPU has run this since')
 def test_stages_of_a_request_account_for_its_wall_time():
     """Qwen2-VL-2B's shape with random weights: what no stage counts stays within 3 %."""
     from benchmarks.stages._engines import timed_engine
