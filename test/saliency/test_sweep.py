@@ -199,3 +199,9 @@ def test_a_head_is_distilled_for_a_checkpoint_of_ones_own(tmp_path, capsys):
     empty.mkdir()
     assert main([*words[:3], str(empty), *words[4:]]) == 1
     assert 'expected at least 2' in capsys.readouterr().err
+    for wrong in (['--model', str(empty), '--pictures', str(tmp_path), '--out', str(tmp_path)],
+                  ['--model', str(TINY), '--bag', str(empty), '--out', str(tmp_path)]):
+        assert main([*wrong, '--device', 'cpu']) == 1
+        assert str(empty) in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words[:4], '--out', str(tmp_path / 'broken.jpg')])

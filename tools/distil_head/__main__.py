@@ -15,6 +15,7 @@ that the robot really asks are a start; a tenth of them is set aside and scored.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,9 +27,10 @@ import torch
 from torch import Tensor
 
 from qwen_vl_ros.cli.ask import read_picture
-from qwen_vl_ros.cli.bag import Bag
+from qwen_vl_ros.cli.bag import Bag, BagError
 from qwen_vl_ros.cli.common import CliError
 from qwen_vl_ros.engine.engine import Engine
+from qwen_vl_ros.engine.errors import EngineError
 from qwen_vl_ros.engine.types import Done, Request, Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.pipeline import FrameStore
@@ -170,12 +172,32 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument('--lr', type=float, default=1e-3)
     p.add_argument('--max-pixels', type=int, default=512 * 28 * 28)
     p.add_argument('--device', default='auto')
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    # Before the work, not after it.
+    out = args.out or args.model
+    try:
+        if args.out:
+            out.mkdir(parents=True, exist_ok=True)
+        if args.questions:
+            args.questions.read_bytes()
+    except OSError as error:
+        p.error(f'{error.filename}: {error.strerror}')
+    if args.out and not os.access(out, os.W_OK | os.X_OK):
+        p.error(f'{out} cannot be written to; --out chooses another folder')
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program; 1 when there was nothing to learn from."""
-    args = parse(argv)
+    """Run the program; 1 when there was nothing to learn from, or a file cannot be used."""
+    try:
+        return distil(parse(argv))
+    except (EngineError, BagError) as error:
+        print(f'distil_head: {error}', file=sys.stderr)
+        return 1
+
+
+def distil(args: argparse.Namespace) -> int:
+    """Teach a head and write it; 1 when there was nothing to learn from."""
     questions = list(QUESTIONS)
     if args.questions:
         lines = args.questions.read_text(encoding='utf-8').splitlines()
