@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,10 @@ class Prompt:
         return self.next_position == int(self.positions[0, -1]) + 1
 
 
+#: Which of a turn's visuals are clips, the question, the answer.
+Said = tuple[tuple[bool, ...], str, str | None]
+
+
 class PromptBuilder:
     """
     Renders conversations.
@@ -125,6 +130,8 @@ class PromptBuilder:
         self._config = config
         self._control = tuple(
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        # A robot asks the same of every frame; only a template that tells the time says it anew.
+        self._tokens = self._render if 'strftime_now' in template else lru_cache(64)(self._render)
         probe = Turn('?', (VisualToken((1, 2, 2), False, 0), VisualToken((1, 2, 2), True, 1)))
         try:
             self.build((probe,), None)
@@ -150,16 +157,23 @@ class PromptBuilder:
         :param turns: oldest first.
         :param system_prompt: ``None`` leaves the template's own.
         """
+        said = tuple(
+            (tuple(v.clip for v in turn.visuals), turn.question, turn.answer) for turn in turns)
+        return self.expand(
+            self._tokens(said, system_prompt), [v for turn in turns for v in turn.visuals])
+
+    def _render(self, turns: tuple[Said, ...], system_prompt: str | None) -> tuple[int, ...]:
+        """Return the tokens of a conversation with one placeholder a visual."""
         messages: list[dict[str, Any]] = []
         if system_prompt is not None:
             messages.append({'role': 'system', 'content': system_prompt})
-        for turn in turns:
+        for clips, question, answer in turns:
             content: list[dict[str, str]] = [
-                {'type': 'video' if v.clip else 'image'} for v in turn.visuals]
-            content.append({'type': 'text', 'text': turn.question})
+                {'type': 'video' if clip else 'image'} for clip in clips]
+            content.append({'type': 'text', 'text': question})
             messages.append({'role': 'user', 'content': content})
-            if turn.answer is not None:
-                messages.append({'role': 'assistant', 'content': turn.answer})
+            if answer is not None:
+                messages.append({'role': 'assistant', 'content': answer})
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, chat_template=self._template, tokenize=False,
@@ -167,8 +181,7 @@ class PromptBuilder:
         except Exception as error:
             raise EngineError(
                 ErrorCode.BAD_REQUEST, f'the chat template failed: {one_line(error)}') from error
-        ids = self._tokenizer(text, add_special_tokens=False)['input_ids']
-        return self.expand(ids, [v for turn in turns for v in turn.visuals])
+        return tuple(self._tokenizer(text, add_special_tokens=False)['input_ids'])
 
     def expand(self, ids: Sequence[int], visuals: Sequence[VisualToken]) -> Prompt:
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from engine_asking import QUESTION, ask, names, refusal
 
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.errors import ErrorCode
+from qwen_vl_ros.engine.prompt import PromptBuilder, Turn
 from qwen_vl_ros.engine.types import Delta, Done, Request, Stage, Visual
 from qwen_vl_ros.measure.timeline import STAGES
 
@@ -88,6 +90,19 @@ def test_swapping_two_pictures_swaps_their_tokens(engine, picture):
     assert set(one.positions[1, slice(*a)] - one.positions[1, a[0]]) == {0, 1, 2}
     assert set(two.positions[1, slice(*c)] - two.positions[1, c[0]]) == set(range(10))
     assert np.array_equal(one.names[slice(*a)], two.names[slice(*d)])
+
+
+def test_a_template_that_tells_the_time_is_rendered_anew(engine):
+    """All others are rendered once for the same words."""
+    turn = (Turn('What time is it?', ()),)
+    prompts = engine.prompts
+    template = (Path(__file__).parents[2] / 'models/tiny/chat_template.json').read_text()
+    template = json.loads(template)['chat_template']
+    timed = PromptBuilder(
+        engine.tokenizer, template + "{{ strftime_now('%f') }}", engine.model.config)
+    assert (prompts.build(turn, None).ids == prompts.build(turn, None).ids).all()
+    built = [timed.build(turn, None).ids.tolist() for _ in range(20)]
+    assert any(other != built[0] for other in built)
 
 
 def test_the_pixel_limit_holds(folders, picture):
