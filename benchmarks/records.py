@@ -75,8 +75,21 @@ def table(found: list[Record]) -> str:
         case = ' '.join(str(value) for value in one['case'].values())
         against = ''
         if one['baseline']:
-            against = (f"  {one['ratio']:g}x better than {one['baseline']['name']} "
+            against = (f"  {_against(one)} {one['baseline']['name']} "
                        f"({one['baseline']['value']:g})")
         number = f"{one['value']:>9g} {one['unit']:<5}"
         lines.append(f"{case:<44} {one['metric']:<18} {number}{against}")
     return '\n'.join(lines)
+
+
+def _against(one: Record) -> str:
+    """Return how a record stands to its baseline, in words that precede the baseline's name."""
+    ratio, share = one['ratio'], one['value'] / (one['baseline']['value'] or 1.0)
+    if not ratio:
+        return 'against'
+    if ratio >= 1:
+        return f'{ratio:g}x better than'
+    # Where more is better the ratio is the share of the baseline itself.
+    if abs(share - ratio) < 0.01 * ratio:
+        return f'{ratio * 100:.3g} % of'
+    return f'{1 / ratio:.3g}x worse than'

@@ -15,6 +15,7 @@ from qwen_vl_ros.cli.common import (
     add_model_arguments,
     ask_engine,
     ask_options,
+    check_writable,
     cost_line,
     fewer_tokens,
     load_engine,
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
     """Answer; 1 when the question failed."""
     if bool(args.pictures) == bool(args.bag):
         raise CliError('name either picture files or --bag BAG')
+    check_writable(args.explain)
     if args.bag:
         visuals = from_bag(args.bag, args.topic, args.at)
     else:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from qwen_vl_ros.cli.common import CliError
+from qwen_vl_ros.cli.common import CliError, check_writable
 
 DESCRIPTION = '''\
 Run the stages of benchmarks/ one after the other, each in a process of its own. Records (value,
@@ -80,6 +80,9 @@ def run(args: argparse.Namespace) -> int:
         if name not in known:
             raise CliError(f"stage '{name}' is not one of {', '.join(known)}")
     path = args.results or folder / 'results' / f'{results_name()}.json'
+    check_writable(path.parent, folder=True)
+    if path.parent.exists():
+        check_writable(path)
     earlier = args.against or path
     before = _load(earlier) if args.against or earlier.exists() else []
     failed, left_out = [], []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,6 +26,36 @@ class CliError(Exception):
     """Input that a command cannot work with; the message is for the person who typed it."""
 
 
+def check_writable(path: str | Path | None, folder: bool = False) -> None:
+    """
+    Refuse a place that cannot be written to, before the work whose result is to go there.
+
+    Nothing that is there is changed, and nothing stays behind.
+
+    :param path: ``None``, ``''`` and ``'-'`` (standard output) are good.
+    :param folder: the place is a folder, which is made with its parents where it is missing.
+    :raises CliError: when no file can be written there.
+    """
+    if path is None or str(path) in ('', '-'):
+        return
+    try:
+        place = Path(os.path.realpath(path))
+        if folder:
+            place = next(p for p in (place, *place.parents) if os.path.lexists(p))
+            with tempfile.TemporaryFile(dir=place):
+                return
+        if place.is_file() or place.is_dir():
+            # Appending nothing: permission bits alone say little to root and of mounts.
+            with place.open('ab'):
+                return
+        if not place.exists():
+            os.close(os.open(place, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            place.unlink()
+    except (OSError, ValueError) as error:
+        why = getattr(error, 'strerror', None) or error
+        raise CliError(f'cannot write {"into " * folder}{path}: {why}') from None
+
+
 def default_model() -> Path | None:
     """Return the folder of the checkpoint that comes with the package, if it is there."""
     try:
@@ -33,11 +64,13 @@ def default_model() -> Path | None:
         return None
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, extra_selector: str = '') -> None:
+def add_model_arguments(parser: argparse.ArgumentParser, extra_selector: str = '',
+                        free: bool = True) -> None:
     """
     Add the options that say which model answers, where, and how.
 
     :param extra_selector: a value of ``--select`` that only this command knows, with its help.
+    :param free: whether the person chooses system prompt, length and sampling of answers.
     """
     group = parser.add_argument_group('model')
     group.add_argument(
@@ -62,12 +95,15 @@ def add_model_arguments(parser: argparse.ArgumentParser, extra_selector: str = '
     group.add_argument('--max-context', type=int, default=4096, metavar='N',
                        help='tokens of prompt and answer together (%(default)s)')
     group = parser.add_argument_group('answer')
-    group.add_argument('--system', metavar='TEXT', help="system prompt (default: the template's)")
-    group.add_argument('--max-new-tokens', type=int, default=64, metavar='N',
-                       help='longest answer (%(default)s)')
-    group.add_argument('--temperature', type=float, default=0.0, metavar='T',
-                       help='0 is greedy, the same answer every time (%(default)s)')
-    group.add_argument('--seed', type=int, default=0, help='of sampling (%(default)s)')
+    if free:
+        group.add_argument('--system', metavar='TEXT',
+                           help="system prompt (default: the template's)")
+        group.add_argument('--max-new-tokens', type=int, default=64, metavar='N',
+                           help='longest answer (%(default)s)')
+        group.add_argument('--temperature', type=float, default=0.0, metavar='T',
+                           help='0 is greedy, the same answer every time (%(default)s)')
+    group.add_argument('--seed', type=int, default=0,
+                       help=f'of {"sampling and of " * free}--select random (%(default)s)')
     group.add_argument('--keep-ratio', type=float, default=1.0, metavar='R',
                        help='share of the vision tokens kept, over 0 to 1; less than 1 may change '
                             'answers (%(default)s)')

@@ -10,6 +10,7 @@ from pathlib import Path
 from qwen_vl_ros.cli.common import (
     CliError,
     add_model_arguments,
+    check_writable,
     fewer_tokens,
     load_engine,
     model_dict,
@@ -25,7 +26,8 @@ that training never showed), shift (other cameras and textures). The same seed g
 items on every machine.
 
 The answers are those of the shipped tiny model's vocabulary: another checkpoint is scored fairly
-only when it was trained to answer in these words.'''
+only when it was trained to answer in these words. Answers are greedy, of at most 32 tokens. The
+scenes are drawn by the native renderer ('make kernels').'''
 
 EPILOG = '''\
 examples:
@@ -56,7 +58,7 @@ def add_parser(subparsers) -> None:
                         help='another seed, other items (%(default)s)')
     parser.add_argument('--json', metavar='FILE', help="write records as JSON; '-' is stdout")
     parser.add_argument('--wrong', action='store_true', help='list answers that were wrong')
-    add_model_arguments(parser, ', or oracle, which knows where the evidence is')
+    add_model_arguments(parser, ', or oracle, which knows where the evidence is', free=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.keep_ratio <= 1:
         raise CliError(f'--keep-ratio is {args.keep_ratio}; expected over 0 to 1')
     fewer = fewer_tokens(args)
+    check_writable(args.json)
+    _check_renderer()
     engine = load_engine(args)
     out = sys.stderr if args.json == '-' else sys.stdout
     info = model_dict(engine)
@@ -124,3 +128,15 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             raise CliError(f'cannot write {args.json}: {error.strerror}') from error
     return 0
+
+
+def _check_renderer() -> None:
+    """:raises CliError: where scenes cannot be rendered."""
+    from qwen_vl_ros.kernels.loader import KernelError, library
+
+    try:
+        library('qwen_vl_roboscene')
+    except FileNotFoundError:
+        raise CliError("rendered scenes need the renderer, build it with 'make kernels'") from None
+    except KernelError as error:
+        raise CliError(f'rendered scenes need the renderer: {error}') from None

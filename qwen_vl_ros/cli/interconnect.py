@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qwen_vl_ros.cli.common import CliError
+from qwen_vl_ros.cli.common import CliError, check_writable
 
 DESCRIPTION = '''\
 Read the state of all NVLinks (nothing is set), measure copies between two GPUs, 4 KB to 1 GB, one
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.runs < 1 or args.most_bytes < 16384:
         raise CliError(f'--runs {args.runs} and --most-bytes {args.most_bytes}: expected at '
                        'least 1 and 16384')
+    check_writable(args.json)
     out = sys.stderr if args.json == '-' else sys.stdout
     result = {'links': _links()}
     print(format_links(result['links']), file=out)

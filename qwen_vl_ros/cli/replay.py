@@ -17,6 +17,7 @@ from qwen_vl_ros.cli.common import (
     add_model_arguments,
     ask_engine,
     ask_options,
+    check_writable,
     cost_line,
     fewer_tokens,
     load_engine,
@@ -228,6 +229,8 @@ def run(args: argparse.Namespace) -> int:
     """Replay; 1 when a question failed."""
     plan = make_plan(args)
     before = _earlier(args.compare)
+    check_writable(args.report, folder=True)
+    check_writable(args.trace)
     say: Callable[..., None] = (lambda *a, **k: None) if args.json else print
     with Bag(args.bag) as bag:
         topics = bag.choose(args.topic)

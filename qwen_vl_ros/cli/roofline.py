@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qwen_vl_ros.cli.common import CliError
+from qwen_vl_ros.cli.common import CliError, check_writable
 
 DESCRIPTION = '''\
 FLOPs, bytes and their bound for each stage of one answer about one new picture.
@@ -73,6 +73,8 @@ def add_parser(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run it."""
+    check_writable(args.json)
+    check_writable(args.sweep, folder=True)
     if args.devices:
         return _devices(args)
     if args.peers:
@@ -165,13 +167,14 @@ def format_document(document: dict[str, Any]) -> str:
         f"TFLOP · decode limit {d['decode_limit_tokens_per_s']:.1f} tokens/s", '',
         f"{'stage':<13}{'runs':>5}{'GFLOP':>11}{'MB':>10}{'FLOP/B':>9}{'limit ms':>10}  "
         f"{'bound':<9}" + (f"{'projected ms':>13}" if 'projection' in d else '')]
+    spent = d['projection']['stages_ms'] if 'projection' in d else {}
     for row in d['stages']:
         name = f"- {row['stage']}" if row['part_of'] else row['stage']
         moved = (row['bytes_read'] + row['bytes_written']) / 1e6
         lines.append(
             f"{name:<13}{row['count']:>5}{row['flops'] / 1e9:>11.3f}{moved:>10.2f}"
             f"{row['flops_per_byte']:>9.1f}{row['limit_ms']:>10.3f}  {row['bound']:<9}"
-            + (f"{row['projected_ms']:>13.3f}" if 'projected_ms' in row else ''))
+            + (f"{spent[row['stage']]:>13.3f}" if spent else ''))
     lines += ['', f"at the limits: {d['limit_ms']:.1f} ms an answer, "
               f"{d['limit_answers_per_s']:.2f} answers/s (computed)"]
     if 'projection' in d:
@@ -250,6 +253,8 @@ def _table(args: argparse.Namespace) -> int:
         raise CliError(f"--table is of an Orin; '{args.device}' is none")
     own = None
     if args.results:
+        if not args.results.is_dir():
+            raise CliError(f'--results {args.results} is no folder of benchmark records')
         try:
             own = load_efficiencies(args.results)
         except ValueError as error:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from qwen_vl_ros.cli.common import CliError
+from qwen_vl_ros.cli.common import CliError, check_writable
+
+if TYPE_CHECKING:
+    from qwen_vl_ros.measure.samples import Sample
 
 DESCRIPTION = '''\
 Memory bandwidth in use, GPU load, clocks, power, temperature and throttling, every 100 ms on one
 clock. Sources, each optional: tegrastats, jtop (jetson_stats), kernel files, NVML. What none of
 them knows is '-', never 0, and the end says why: the memory controller's load, for example, is
-readable by root only.'''
+readable by root only.
+
+Ctrl-C ends it early: what was sampled until then is still written, and the exit code is 130.'''
 
 EPILOG = '''\
 examples:
@@ -36,7 +42,7 @@ def add_parser(subparsers) -> None:
         'sensors', help="the board's bandwidth, clocks, power and heat", description=DESCRIPTION,
         epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--seconds', type=float, default=2.0, metavar='S',
-                        help='how long to look (%(default)s)')
+                        help='how long to look; 0: until Ctrl-C (%(default)s)')
     parser.add_argument('--log', type=Path, metavar='FILE',
                         help='a recorded output of tegrastats instead of this machine')
     parser.add_argument('--interval', type=float, default=100.0, metavar='MS',
@@ -53,9 +59,14 @@ def run(args: argparse.Namespace) -> int:
     from qwen_vl_ros.measure.jetson import Throttle, bandwidth_gb_s, bytes_per_clock
     from qwen_vl_ros.measure.sysfs import read
 
-    for name, good in (('seconds', 0 < args.seconds <= 86400), ('interval', args.interval > 0)):
+    for name, good, expected in (
+            ('seconds', 0 <= args.seconds <= 86400, '0 (until Ctrl-C) to 86400'),
+            ('interval', 0 < args.interval <= 86400e3, 'over 0, at most 86400000'),
+            ('warn_at', 0 < args.warn_at <= 150, 'over 0, at most 150')):
         if not good:
-            raise CliError(f'--{name} is {getattr(args, name)}; expected over 0')
+            raise CliError(f"--{name.replace('_', '-')} is {getattr(args, name)}; "
+                           f'expected {expected}')
+    check_writable(args.json)
     module = args.module or read(Path('/'), ['proc/device-tree/model'])[0] or ''
     width = bytes_per_clock(module)
     out = sys.stderr if args.json == '-' else sys.stdout
@@ -63,12 +74,14 @@ def run(args: argparse.Namespace) -> int:
     missing: dict[str, str] = {}
     whys: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
-    print(' '.join(f'{name:>{size}}' for name, size, _ in COLUMNS), file=out)
-    for sample in _recorded(args) if args.log else _live(args, missing):
+    stream = _recorded(args) if args.log else _live(args, missing)
+    interrupted = False
+
+    def show(sample: Sample) -> None:
         reason = throttle.update(sample)
         bandwidth = bandwidth_gb_s(sample, width) if width else None
         rows.append(asdict(sample) | {'bandwidth_gb_s': bandwidth, 'throttle': reason})
-        whys |= sample.whys
+        whys.update(sample.whys)
         values = (sample.time_ns / 1e9, bandwidth, sample.emc_percent, sample.emc_mhz,
                   sample.gpu_percent, sample.gpu_mhz[0] if sample.gpu_mhz else None,
                   sample.ram_used_mb, None if sample.total_mw is None else sample.total_mw / 1e3,
@@ -76,8 +89,15 @@ def run(args: argparse.Namespace) -> int:
         print(' '.join(f'{"-":>{size}}' if value is None else f'{value:>{size}.{digits}f}'
                        for value, (_, size, digits) in zip(values, COLUMNS)),
               reason, file=out, flush=True)
-    if not rows:
-        raise CliError(f'{args.log} holds no line of tegrastats')
+
+    print(' '.join(f'{name:>{size}}' for name, size, _ in COLUMNS), file=out)
+    try:
+        # Closing ends the sampling thread, wherever the interrupt came.
+        with contextlib.closing(stream):
+            for sample in stream:
+                show(sample)
+    except KeyboardInterrupt:
+        interrupted = True
     for name, why in {**missing, **whys}.items():
         print(f'{name}: {why}', file=out)
     if not width:
@@ -92,20 +112,30 @@ def run(args: argparse.Namespace) -> int:
             Path(args.json).write_text(json.dumps(document, indent=1) + '\n')
         except OSError as error:
             raise CliError(f'cannot write {args.json}: {error.strerror}') from None
-    return 0
+    if interrupted:
+        print('qwen_vl sensors: interrupted', file=sys.stderr)
+    return 130 if interrupted else 0
 
 
-def _recorded(args: argparse.Namespace) -> Iterator[Any]:
+def _recorded(args: argparse.Namespace) -> Generator[Sample, None, None]:
+    """
+    Return the samples of a log.
+
+    :raises CliError: at once, where the file cannot be read or holds none.
+    """
     from qwen_vl_ros.measure.tegrastats import replay
 
     try:
         lines: Iterable[str] = args.log.read_text(errors='replace').splitlines()
     except OSError as error:
         raise CliError(f'{args.log} cannot be read: {error.strerror}') from None
-    return replay(lines, args.interval)
+    samples = list(replay(lines, args.interval))
+    if not samples:
+        raise CliError(f'{args.log} holds no line of tegrastats')
+    return (sample for sample in samples)
 
 
-def _live(args: argparse.Namespace, missing: dict[str, str]) -> Iterator[Any]:
+def _live(args: argparse.Namespace, missing: dict[str, str]) -> Generator[Sample, None, None]:
     from dataclasses import replace
 
     from qwen_vl_ros.measure.jetson import PERIOD_S, Sampler, find_sources
@@ -116,7 +146,7 @@ def _live(args: argparse.Namespace, missing: dict[str, str]) -> Iterator[Any]:
     begin = seen = time.monotonic_ns()
     sampler.start()
     try:
-        while time.monotonic_ns() - begin < args.seconds * 1e9:
+        while not args.seconds or time.monotonic_ns() - begin < args.seconds * 1e9:
             time.sleep(PERIOD_S)
             for sample in sampler.between(seen + 1, time.monotonic_ns()):
                 seen = sample.time_ns

@@ -138,7 +138,7 @@ def summary(case: Case, device_name: str, mode_name: str | None,
     else:
         _, checks = validated()
         out['projection'] |= {
-            'kind': 'projected', 'assumptions': list(ASSUMPTIONS) + [
+            'assumptions': list(ASSUMPTIONS) + [
                 f'efficiency of {name} given by hand: {value:.0%}'
                 for name, value in (own or {}).items()],
             'deviation_of_published_figures': {
@@ -175,11 +175,12 @@ def describe(case: Case, mode: Mode, launch_us: float,
         'decode_limit_tokens_per_s': round(decode_limit(case, mode), 1),
         'limit_ms': roofs, 'limit_answers_per_s': 1e3 / roofs, 'stages': rows}
     if projected is not None:
-        spent = {p.name: p for p in projected}
-        for row in rows:
-            row['projected_ms'] = spent[row['stage']].ms
+        spent = {p.name: p.ms for p in projected}
         whole = total_ms(projected)
-        out['projection'] = {'answer_ms': whole, 'answers_per_s': 1e3 / whole,
-                             'decode_tokens_per_s': 1e3 / spent['token'].ms}
+        # An object of its own: nothing beside a limit, which is computed, is a projection.
+        out['projection'] = {
+            'kind': 'projected', 'assumptions': list(ASSUMPTIONS), 'answer_ms': whole,
+            'answers_per_s': 1e3 / whole, 'decode_tokens_per_s': 1e3 / spent['token'],
+            'stages_ms': spent}
     return out
 

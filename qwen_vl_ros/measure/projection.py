@@ -227,8 +227,10 @@ def project(case: Case, device: Device, mode: Mode,
     own = own or {}
     if set(own) < set(OWN):
         if not device.orin:
+            missing = [name for name in OWN if name not in own]
             raise NotValidatedError(
-                f'no efficiencies are published for {device.title}: limits only')
+                f'no efficiencies are published for {device.title}: '
+                + (f'--efficiency lacks {" and ".join(missing)}' if own else 'limits only'))
         if case.format == 'fp32':
             raise NotValidatedError('no figure with 32-bit weights is published for an Orin')
     kind = FORMATS[case.format].kind

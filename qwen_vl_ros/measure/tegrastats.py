@@ -31,8 +31,8 @@ ENGINE = re.compile(rf'(?<![\w.@])([A-Z][A-Z0-9_]*) (off|(?:({N})%)?@?({N})?)(?=
 #: Names that are not of engines though they look so; GR3D2 is no second GPU.
 NO_ENGINE = {'RAM', 'IRAM', 'SWAP', 'CPU', 'EMC', 'GR3D', 'GR3D2', 'NC', 'MTS', 'EDP'}
 
-#: A sensor that is switched off.
-NO_SENSOR = -256.0
+#: Degrees that a sensor can show; one that is switched off shows -256.
+DEGREES = (-50.0, 150.0)
 
 KIB = {'kB': 1 / 1024, 'MB': 1.0, 'GB': 1024.0}
 
@@ -49,30 +49,39 @@ def parse(line: str | bytes, time_ns: int = 0) -> Sample:
     values['cpu'] = _cpu(text)
     emc = EMC.search(text)
     if emc:
-        values |= {'emc_percent': _number(emc[1]), 'emc_mhz': _number(emc[2])}
+        values |= {'emc_percent': _percent(emc[1]), 'emc_mhz': _number(emc[2])}
     gpu = GPU.search(text)
     if gpu:
         clocks = gpu[2].split(',') if gpu[2] is not None else [gpu[3]]
         known = [_number(clock.strip()) for clock in clocks if clock]
-        values |= {'gpu_percent': _number(gpu[1]),
+        values |= {'gpu_percent': _percent(gpu[1]),
                    'gpu_mhz': tuple(clock for clock in known if clock is not None)}
     values['engines'] = _engines(text)
     values['temperatures'] = {
         name.lower(): float(degrees) for name, degrees, _ in TEMPERATURE.findall(text)
-        if float(degrees) > NO_SENSOR}
-    now, average = {}, {}
+        if DEGREES[0] <= float(degrees) <= DEGREES[1]}
+    now: dict[str, float] = {}
+    average: dict[str, float] = {}
     for name, first, _, second, _ in RAIL.findall(text):
         if name.upper() not in ('NC', 'RAM', 'IRAM', 'SWAP'):
-            now[name], average[name] = float(first), float(second)
+            for rails, value in ((now, _number(first)), (average, _number(second))):
+                if value is not None:
+                    rails[name] = value
     return Sample(**values, power_mw=now, power_average_mw=average)  # type: ignore[arg-type]
 
 
 def _number(text: str | None) -> float | None:
-    """Return a number that is not negative, which no load or clock can be."""
+    """Return a number that is not negative, which no load, amount or clock can be."""
     if not text or not re.fullmatch(N, text):
         return None
     value = float(text)
     return value if value >= 0 else None
+
+
+def _percent(text: str | None) -> float | None:
+    """Return a share of 0 to 100."""
+    value = _number(text)
+    return value if value is None or value <= 100 else None
 
 
 def _memory(text: str) -> dict[str, object]:
@@ -82,9 +91,11 @@ def _memory(text: str) -> dict[str, object]:
         if key is None:
             continue
         scale = KIB[unit]
-        out[f'{key}_used_mb'], out[f'{key}_total_mb'] = float(used) * scale, float(total) * scale
-        if count and key == 'ram':
-            out['largest_free_block_mb'] = float(block) * KIB[block_unit] if float(count) else 0.0
+        for what, amount in (('used', _number(used)), ('total', _number(total))):
+            out[f'{key}_{what}_mb'] = None if amount is None else amount * scale
+        blocks, size = _number(count), _number(block)
+        if key == 'ram' and blocks is not None and size is not None:
+            out['largest_free_block_mb'] = size * KIB[block_unit] if blocks else 0.0
     return out
 
 
@@ -97,7 +108,7 @@ def _cpu(text: str) -> tuple[Load, ...]:
         core = CORE.fullmatch(word.strip())
         if core:
             # The oldest form has one clock for all cores, behind the list.
-            cores.append(Load(_number(core[1]), _number(core[2] or found[2]), True))
+            cores.append(Load(_percent(core[1]), _number(core[2] or found[2]), True))
         else:
             cores.append(Load(on=False if word.strip().lower() == 'off' else None))
     return tuple(cores)
@@ -110,7 +121,7 @@ def _engines(text: str) -> dict[str, Load]:
         if short in NO_ENGINE or not word:
             continue
         out[short] = Load(on=False) if word == 'off' else Load(
-            _number(percent), _number(mhz), True)
+            _percent(percent), _number(mhz), True)
     return out
 
 

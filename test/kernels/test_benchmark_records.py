@@ -32,6 +32,14 @@ def test_a_record_has_every_field():
     assert records.record('patches', {}, 'mb', 1.23456, 'MB')['value'] == 1.235
 
 
+@pytest.mark.parametrize(('value', 'higher', 'words'), [
+    (2.5, False, '4x better than theirs (10)'), (20.0, True, '2x better than theirs (10)'),
+    (0.76, True, '7.6 % of theirs (10)'), (40.0, False, '4x worse than theirs (10)')])
+def test_the_table_says_how_a_figure_stands_to_its_baseline(value, higher, words):
+    line = records.table([one(value, higher_is_better=higher)])
+    assert line.endswith('  ' + words)
+
+
 def test_newer_records_replace_older_ones(tmp_path):
     path = tmp_path / 'results' / 'machine.json'
     records.write(path, [one(5.0), one(5.0, 'others')])

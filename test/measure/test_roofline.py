@@ -185,7 +185,7 @@ def test_efficiencies_measured_elsewhere_take_the_place_of_published_ones():
     parts = {p.name: p for p in projection.project(case, device, mode, own)}
     assert parts['token'].ms == pytest.approx(parts['token'].limit.memory / 0.78)
     assert parts['encode'].ms == pytest.approx(parts['encode'].limit.compute / 0.6)
-    with pytest.raises(projection.NotValidatedError, match='limits only'):
+    with pytest.raises(projection.NotValidatedError, match='lacks encode and prefill'):
         projection.project(case, device, mode, {'token': 0.78})
     orin, _, mode = find_device('orin-agx-64', None)
     mixed = {p.name: p.ms for p in projection.project(case, orin, mode, {'encode': 0.9})}
@@ -269,7 +269,15 @@ def test_command_gives_the_known_figures(capsys):
     assert (found['patches'], found['tokens']) == (1564, 391)
     assert round(found['encoder_tflop'], 2) == 2.40
     assert found['decode_limit_tokens_per_s'] == 66.3 and found['format'] == 'fp16'
-    assert found['projection']['kind'] == 'projected' and found['projection']['assumptions']
+    projection = found['projection']
+    assert projection['kind'] == 'projected' and projection['assumptions']
+    # What is computed and what is projected stand in objects of their own.
+    assert found['kind'] == 'computed'
+    assert not [k for row in (found, *found['stages']) for k in row if 'projected' in k]
+    limits = {row['stage']: row['limit_ms'] for row in found['stages']}
+    assert projection['stages_ms'].keys() == limits.keys()
+    assert all(projection['stages_ms'][name] >= limits[name] * 0.999 for name in (
+        'encode', 'prefill', 'token'))
 
 
 def test_command_for_people(capsys):
@@ -294,10 +302,22 @@ def test_command_for_people(capsys):
     (['--dtype', 'int3'], 'w4-head8'), (['--model', 'nowhere'], '2b'), (['--patch', '0'], '1 to'),
     (['--answer', '0'], '--answer'), (['--table', '--device', 'h200'], 'Orin'),
     (['--efficiency', 'token=2'], 'share'), (['--efficiency', 'x=1'], 'encode'),
-    (['--max-pixels', '10'], '2x2'), (['--json', '/nowhere/x.json'], '/nowhere/x.json')])
+    (['--max-pixels', '10'], '2x2'), (['--json', '/nowhere/x.json'], '/nowhere/x.json'),
+    (['--table', '--results', '/nowhere'], '/nowhere is no folder'),
+    (['--sweep', '/proc/x'], 'cannot write into /proc/x'),
+    (['--sweep', '/dev/null/x'], 'cannot write into'),
+    (['--peers', '--json', '/nowhere/x.json'], 'cannot write')])
 def test_command_refuses_with_one_sentence(capsys, words, named):
     code, out = run(capsys, *words)
-    assert code == 2 and named in out.err and 'Traceback' not in out.err
+    assert code == 2 and named in out.err and not out.out
+    assert len(out.err.splitlines()) == 1
+
+
+def test_efficiencies_that_are_missing_are_named(capsys):
+    code, out = run(capsys, '--device', 'h200', '--efficiency', 'encode=0.5')
+    assert code == 0 and '--efficiency lacks prefill and token' in out.out
+    assert 'limits only' not in out.out
+    assert 'limits only' in run(capsys, '--device', 'h200')[1].out
 
 
 def test_the_table_once_more_from_records(capsys, tmp_path):

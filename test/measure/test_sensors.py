@@ -1,6 +1,9 @@
 """Kernel files, jtop, NVML, the sampling thread, throttling and attribution."""
 
 import json
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -439,8 +442,26 @@ def test_sensors_of_this_machine(capsys):
 
 
 @pytest.mark.parametrize(('words', 'named'), [
-    (['--seconds', '0'], '--seconds'), (['--log', '/nowhere'], '/nowhere'),
-    (['--log', '/dev/null'], 'no line')])
+    (['--seconds', '-1'], '--seconds'), (['--seconds', 'nan'], '--seconds'),
+    (['--interval', 'inf'], '--interval'), (['--warn-at', 'nan'], '--warn-at is nan'),
+    (['--log', '/nowhere'], '/nowhere'), (['--log', '/dev/null'], 'no line'),
+    (['--json', '/nowhere/x.json'], 'cannot write /nowhere/x.json')])
 def test_sensors_refuses_with_one_sentence(capsys, words, named):
     assert main(['sensors', *words]) == 2
-    assert named in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert named in err and len(err.splitlines()) == 1 and not out
+
+
+@pytest.mark.parametrize('seconds', ['0', '60'])
+def test_an_interrupt_keeps_what_was_sampled(seconds, tmp_path):
+    path = tmp_path / 'sensors.json'
+    with subprocess.Popen(
+            [sys.executable, '-m', 'qwen_vl_ros.cli.main', 'sensors', '--seconds', seconds,
+             '--json', str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True) as process:
+        process.stdout.readline()
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and 'interrupted' in err and 'Traceback' not in err
+    assert json.loads(path.read_text())['samples']

@@ -102,6 +102,16 @@ def test_impossible_numbers_are_unknown():
     s = parse('CPU [-1%@-5] EMC_FREQ -3%@-2 GR3D_FREQ -1%@[-7,x,] cpu@-256C')
     assert s.emc_percent is None and s.gpu_mhz == () and s.temperatures == {}
     assert s.cpu == (Load(None, None, True),)
+    s = parse('RAM -1390/30536MB (lfb -2x4MB) SWAP 5/-1MB CPU [101%@729] EMC_FREQ 100.5%@204 '
+              'GR3D_FREQ 900%@[1300] NVENC 300%@166 tj@9000C cpu@-50.5C gpu@150C soc0@-50C '
+              'tboard@-256C VDD_IN -9000mW/5000mW VDD_CPU 10mW/-1mW')
+    assert s.ram_used_mb is None and s.ram_total_mb == 30536 and s.largest_free_block_mb is None
+    assert s.swap_used_mb == 5 and s.swap_total_mb is None
+    assert s.cpu == (Load(None, 729, True),) and s.engines['NVENC'] == Load(None, 166, True)
+    assert s.emc_percent is None and s.gpu_percent is None and s.gpu_mhz == (1300,)
+    assert s.temperatures == {'gpu': 150, 'soc0': -50}
+    assert s.power_mw == {'VDD_CPU': 10} and s.power_average_mw == {'VDD_IN': 5000}
+    assert parse('GR3D_FREQ 100%@[1300] EMC_FREQ 0%@204').gpu_percent == 100
 
 
 def test_nothing_said_is_nothing_known():
@@ -121,7 +131,12 @@ def test_no_line_raises_and_no_value_is_impossible(line):
     s = parse(line)
     numbers = [s.emc_percent, s.emc_mhz, s.gpu_percent, *s.gpu_mhz]
     assert all(n is None or n >= 0 for n in numbers)
-    assert all(t > -256 for t in s.temperatures.values())
+    amounts = [s.ram_used_mb, s.ram_total_mb, s.swap_used_mb, s.largest_free_block_mb,
+               *s.power_mw.values(), *s.power_average_mw.values()]
+    assert all(n is None or n >= 0 for n in amounts)
+    loads = [s.emc_percent, s.gpu_percent, *(x.percent for x in (*s.cpu, *s.engines.values()))]
+    assert all(n is None or 0 <= n <= 100 for n in loads)
+    assert all(-50 <= t <= 150 for t in s.temperatures.values())
 
 
 def test_long_digits_do_not_raise():

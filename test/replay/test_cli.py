@@ -109,11 +109,32 @@ def test_bad_input_gets_one_line(picture, bags, quick, tmp_path, capsys):
         (('replay', bag, '-q', 'What?', '--max-age', '0'), '--max-age is 0'),
         (('replay', bag, '-q', 'What?', '--compare', tmp_path), 'no report of qwen_vl'),
         (('replay', bag, '-q', 'What?', '--start', '5'), 'which lasts 0.967 s'),
+        (('replay', bag, '-q', 'What?', '--report', '/proc/x'), 'cannot write into /proc/x'),
+        (('replay', bag, '-q', 'What?', '--trace', '/nowhere/t.json'), 'cannot write /nowhere'),
+        (('ask', 'What?', picture, '--explain', '/nowhere/a.png'), 'cannot write /nowhere'),
+        (('ask', 'What?', picture, '--explain', tmp_path), 'cannot write'),
     ]
     for argv, expected in cases:
         assert expected in failing(capsys_drained(capsys), *argv, *quick_of(argv, quick))
     assert 'cannot be read' in failing(capsys, 'compare', tmp_path / 'absent', tmp_path)
     assert 'no report of qwen_vl' in failing(capsys, 'compare', tmp_path, tmp_path)
+
+
+def test_places_are_checked_before_the_work_and_left_as_they_are(tmp_path, capsys):
+    old = tmp_path / 'old.json'
+    old.write_text('kept')
+    for good in (None, '', '-', old, '/dev/null', tmp_path / 'new.json'):
+        common.check_writable(good)
+    common.check_writable(tmp_path / 'a' / 'b', folder=True)
+    assert old.read_text() == 'kept' and list(tmp_path.iterdir()) == [old]
+    for bad, folder in ((tmp_path, False), (tmp_path / 'a' / 'b.json', False), (old, True),
+                        (old / 'x', True), (old / 'x', False), ('/proc/x', False),
+                        (tmp_path / ('x' * 300), False), ('a\0b', False)):
+        with pytest.raises(common.CliError, match='cannot write'):
+            common.check_writable(bad, folder)
+    assert 'cannot write' in failing(capsys, 'interconnect', '--json', '/nowhere/x.json')
+    assert 'cannot write' in failing(capsys, 'bench', 'answer', '--results', '/proc/x/y.json')
+    assert list(tmp_path.iterdir()) == [old]
 
 
 def capsys_drained(capsys):
@@ -152,7 +173,7 @@ def test_output_that_cannot_be_written_is_one_line(bags, quick, capsys, tmp_path
     bag = str(next(iter(bags.values())))
     assert main(['replay', bag, '--question', 'What?', '--limit', '1', *quick,
                  '--report', str(file)]) == 2
-    assert 'cannot read or write' in capsys.readouterr().err
+    assert 'cannot write into' in capsys.readouterr().err
 
 
 def test_model_that_is_none(picture, tmp_path, capsys, monkeypatch):

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from qwen_vl_ros.cli.main import main
+from qwen_vl_ros.kernels import loader
 from qwen_vl_ros.roboscene.evaluate import chance, wilson
 from qwen_vl_ros.roboscene.items import items
 
@@ -42,11 +43,32 @@ def test_dropping_is_counted(capsys):
     (['--keep-ratio', '0'], '--keep-ratio is 0'),
     (['--select', 'magic'], "selector 'magic' is not one of"),
     (['--model', '/nowhere'], '/nowhere'),
-    (['--items', '1', '--family', 'far', '--json', '/nowhere/x.json'], 'cannot write'),
+    (['--json', '/nowhere/x.json'], 'cannot write /nowhere/x.json'),
 ])
 def test_bad_input_is_named(words, expected, capsys):
     assert main(['eval', *words]) == 2
-    assert expected in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert expected in err and len(err.splitlines()) == 1 and not out
+
+
+@pytest.mark.parametrize('words', [
+    ['--temperature', 'nan'], ['--max-new-tokens', '-7'], ['--system', 'x']])
+def test_what_eval_does_not_use_it_does_not_take(words, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(['eval', *words])
+    assert caught.value.code == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_without_the_renderer_it_says_so_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv(loader.VARIABLE, raising=False)
+    monkeypatch.setattr(loader, 'FOLDER', tmp_path)
+    loader.library.cache_clear()
+    assert main(['eval', '--items', '1']) == 2
+    out, err = capsys.readouterr()
+    assert err == ('qwen_vl eval: rendered scenes need the renderer, '
+                   "build it with 'make kernels'\n")
+    assert not out
 
 
 def test_wilson_interval_of_known_shares():
