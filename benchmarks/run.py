@@ -30,7 +30,16 @@ def stages() -> list[str]:
 
 
 def main() -> int:
-    """Run a stage; 1 when it could not be run here."""
+    """Run a stage; 1 when it could not be run here, 130 when it was interrupted."""
+    try:
+        return run_stage()
+    except KeyboardInterrupt:
+        print('interrupted: no record of this run was written', file=sys.stderr)
+        return 130
+
+
+def run_stage() -> int:
+    """Do what the command line says; returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False)
     parser.add_argument('--stage', choices=stages())

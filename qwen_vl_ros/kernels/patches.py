@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 from collections.abc import Sequence
 from functools import cache
@@ -19,6 +20,13 @@ FEATURES = 3 * PATCH * PATCH
 #: Sides of a frame that the kernel takes, in pixels, and the longest over the shortest.
 MIN_SIDE, MAX_SIDE, MAX_ASPECT = 28, 65535, 200
 
+#: Of a resized picture: a frame of 41x8200 becomes 28x8204, and rounding the short side down to a
+#: unit can nearly double what the frame had.
+MAX_RESIZED_ASPECT = 2 * MAX_ASPECT
+
+#: What libqwen_vl_cpu takes; ctypes would cut larger numbers to 32 bits without a word.
+MAX_THREADS, MAX_CPU = 64, 1023
+
 #: In the order of ``qwen_vl_encoding``.
 ENCODINGS = ('rgb8', 'bgr8', 'rgba8', 'bgra8', 'mono8', 'nv12', 'nv21', 'yuyv', 'uyvy')
 
@@ -29,6 +37,9 @@ ISAS = ('scalar', 'avx2', 'avx512', 'neon')
 #: 13 takes columns first where that is less work, as with 640x480 -> 644x476. A rounding to bytes
 #: lies between the passes, so that the order shows.
 RESAMPLERS = ('pillow12', 'pillow13')
+
+#: ``QWEN_VL_BAD_OUTPUT``.
+BAD_OUTPUT = 8
 
 _MESSAGE = 256
 _SYSTEM = Path('/sys/devices/system/cpu')
@@ -66,7 +77,8 @@ class Patcher:
     :param isa: one of :data:`ISAS`, or ``None`` for the fastest that this machine has.
     :param resampler: one of :data:`RESAMPLERS`, or ``None`` for that of the installed Pillow.
     :raises FileNotFoundError: when the library has not been built.
-    :raises KernelError: when it cannot be used here.
+    :raises KernelError: when it cannot be used here, or a number is out of its range.
+    :raises TypeError: for threads or cores that are no integers.
     """
 
     def __init__(
@@ -80,6 +92,13 @@ class Patcher:
         if self.resampler not in RESAMPLERS:
             raise KernelError(
                 f"resampler '{resampler}' is not one of {', '.join(RESAMPLERS)}")
+        threads = _integer('threads', threads)
+        if not 1 <= threads <= MAX_THREADS:
+            raise KernelError(f'{threads} threads: 1 to {MAX_THREADS} are possible')
+        cpus = [_integer('a cpu', cpu) for cpu in cpus]
+        for cpu in cpus:
+            if not 0 <= cpu <= MAX_CPU:
+                raise KernelError(f'cpu {cpu} is not within 0 and {MAX_CPU}')
         handle = ctypes.c_void_p()
         message = ctypes.create_string_buffer(_MESSAGE)
         pinned = (ctypes.c_int32 * len(cpus))(*cpus)
@@ -106,7 +125,12 @@ class Patcher:
             [N, 3, 2, 196] of a clip; in both the last axis must be contiguous.
         :return: uint8 [N, 588] with N = height / 14 * width / 14, or ``out``.
         :raises KernelError: for numbers that cannot be, before any of the memory is touched.
+        :raises TypeError: for a frame, size or array that is none.
         """
+        if not isinstance(frame, Frame):
+            raise TypeError(f'expected a Frame, got {type(frame).__name__}')
+        height, width = _integer('height', height), _integer('width', width)
+        _check_resized(height, width)
         if out is None:
             out = np.empty((height // PATCH * (width // PATCH), FEATURES), np.uint8)
         target = _target(out, height, width)
@@ -141,14 +165,7 @@ def describe(frame: Frame) -> tuple[NativeFrame, np.ndarray]:
     planes = [Plane(address, data.size, step)]
     if frame.encoding in ('nv12', 'nv21'):
         luma = step * frame.height
-        rows = (frame.height + 1) // 2
-        need = step * (rows - 1) + (frame.width + 1) // 2 * 2
-        if data.size - luma == need - 1:
-            # A Frame may end one byte short of its last pair when its width is odd.
-            data = np.pad(data[luma:], (0, 1), mode='edge')
-            planes.append(Plane(data.ctypes.data, data.size, step))
-        else:
-            planes.append(Plane(address + luma, max(data.size - luma, 0), step))
+        planes.append(Plane(address + luma, max(data.size - luma, 0), step))
         planes[0].size = luma
     native = NativeFrame(ENCODINGS.index(frame.encoding), frame.width, frame.height, len(planes))
     for i, plane in enumerate(planes):
@@ -228,7 +245,28 @@ def _check(code: int, message: ctypes.Array[ctypes.c_char]) -> None:
         raise KernelError(message.value.decode(errors='replace'), code)
 
 
+def _integer(name: str, value: object) -> int:
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f'{name} must be an integer, got {value!r}') from None
+
+
+def _check_resized(height: int, width: int) -> None:
+    low, high = sorted((height, width))
+    if low < MIN_SIDE or high > MAX_SIDE or height % MIN_SIDE or width % MIN_SIDE:
+        raise KernelError(
+            f'a resized picture of {width}x{height}: sides must be multiples of {MIN_SIDE} from '
+            f'{MIN_SIDE} to {MAX_SIDE}', BAD_OUTPUT)
+    if high > MAX_RESIZED_ASPECT * low:
+        raise KernelError(
+            f'a resized picture of {width}x{height} is too narrow: its sides may differ by a '
+            f'factor of {MAX_RESIZED_ASPECT} at most', BAD_OUTPUT)
+
+
 def _target(out: np.ndarray, height: int, width: int) -> NativePatches:
+    if not isinstance(out, np.ndarray):
+        raise TypeError(f'out must be a numpy array, got {type(out).__name__}')
     count = height // PATCH * (width // PATCH)
     shapes = ((count, FEATURES), (count, 3, PATCH * PATCH))
     if out.dtype != np.uint8 or out.shape not in shapes or not out.flags.writeable:

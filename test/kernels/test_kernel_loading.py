@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -145,6 +146,14 @@ def test_neon_writes_the_same_bytes(programs):
     there = run(programs('aarch64'), 1500, 11)
     assert 'instruction sets 0x9' in there  # NEON and scalar
     assert here.split('digest ')[1] == there.split('digest ')[1]
+
+
+def test_the_build_names_every_library():
+    text = (ROOT / 'kernels' / 'CMakeLists.txt').read_text()
+    libraries = set(re.findall(r'^ *qwen_vl_library\((\w+)', text, re.M))
+    shown = ' '.join(re.findall(r'"[^"]*"', text))  # only messages are quoted
+    assert len(libraries) == 6
+    assert libraries == set(re.findall(r'lib(qwen_vl_\w+)', shown))
 
 
 def test_a_failing_build_says_why(fuzz, tmp_path, monkeypatch):

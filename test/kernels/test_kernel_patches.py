@@ -141,12 +141,6 @@ def test_a_clip_interleaves_its_frames():
     assert np.array_equal(got, extract_patches(frames, (3, 8, 10)))
 
 
-def test_an_odd_picture_may_lack_its_last_chroma_byte():
-    full = frame_of('nv21', 57, 43)
-    short = type(full)(full.data[:-1].copy(), 'nv21', 57, 43, full.step)
-    assert np.array_equal(native_patches([short], (1, 4, 4)), pillow_patches([short], (1, 4, 4)))
-
-
 def test_small_frames_are_left_to_pillow():
     small, narrow = frame_of('rgb8', 27, 40), frame_of('rgb8', 28, 40)
     assert not accepts(small)

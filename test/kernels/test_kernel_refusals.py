@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from kernel_frames import frame_of
 
+from qwen_vl_ros.engine.patches import pillow_patches, smart_resize
+from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.kernels.loader import KernelError
 from qwen_vl_ros.kernels.patches import Patcher, _target, describe
 
@@ -123,6 +125,8 @@ def test_null_pointers(call, built):
 @pytest.mark.parametrize('arguments,words', [
     ({'threads': 0}, '0 threads: 1 to 64'),
     ({'threads': 65}, '65 threads'),
+    ({'threads': 2 ** 32 + 1}, '4294967297 threads: 1 to 64 are possible'),
+    ({'cpus': (2 ** 32,)}, 'cpu 4294967296 is not within 0 and 1023'),
     ({'cpus': (0, 5000)}, 'cpu 5000 is not within 0 and 1023'),
     ({'isa': 'sve'}, "instruction set 'sve' is not one of scalar"),
     ({'resampler': 'opencv'}, "resampler 'opencv' is not one of pillow12"),
@@ -130,6 +134,64 @@ def test_null_pointers(call, built):
 def test_patchers(arguments, words):
     with pytest.raises(KernelError, match=words):
         Patcher(**arguments)
+
+
+@pytest.mark.parametrize('arguments,words', [
+    ({'threads': 1.5}, 'threads must be an integer, got 1.5'),
+    ({'threads': None}, 'threads must be an integer, got None'),
+    ({'cpus': ('0',)}, "a cpu must be an integer, got '0'"),
+])
+def test_patchers_of_other_types(arguments, words):
+    with pytest.raises(TypeError, match=words):
+        Patcher(**arguments)
+
+
+@pytest.mark.parametrize('height,width,words', [
+    (2 ** 31, 28, '28x2147483648: sides must be multiples of 28 from 28 to 65535'),
+    (2 ** 32 + 28, 28, '28x4294967324: sides'),
+    (-28, 28, '28x-28: sides'),
+    (0, 0, '0x0: sides'),
+    (56, 57, '57x56: sides'),
+    (28, 28 * 401, '11228x28 is too narrow: its sides may differ by a factor of 400 at most'),
+])
+def test_sizes_are_checked_before_memory_is_taken(height, width, words):
+    for out in (None, np.empty((8, 588), np.uint8)):
+        with pytest.raises(KernelError, match=words) as caught:
+            Patcher().patches(frame_of('rgb8', 60, 50), height, width, out)
+        assert caught.value.code == 8
+
+
+def test_the_narrowest_frame_fits_the_limit_of_its_resized_picture():
+    """A frame within 200:1 may be resized to one beyond it, as transformers does."""
+    frame = frame_of('rgb8', 41, 8200)
+    height, width = smart_resize(8200, 41, 3136, 1 << 20)
+    assert (height, width) == (8204, 28)
+    expected = pillow_patches([frame], (1, height // 14, width // 14))
+    assert np.array_equal(Patcher().patches(frame, height, width), expected)
+
+
+@pytest.mark.parametrize('change,words', [
+    ({'frame': None}, 'expected a Frame, got NoneType'),
+    ({'frame': 'front'}, 'expected a Frame, got str'),
+    ({'height': 56.0}, 'height must be an integer, got 56.0'),
+    ({'width': None}, 'width must be an integer, got None'),
+    ({'width': '28'}, "width must be an integer, got '28'"),
+    ({'out': 'here'}, 'out must be a numpy array, got str'),
+    ({'out': 1.5}, 'out must be a numpy array, got float'),
+])
+def test_arguments_of_other_types(change, words):
+    arguments = {'frame': frame_of('rgb8', 60, 50), 'height': 56, 'width': 28, **change}
+    with pytest.raises(TypeError, match=words):
+        Patcher().patches(**arguments)
+
+
+def test_an_odd_width_needs_room_for_its_last_pair_of_chroma():
+    with pytest.raises(ValueError, match=r'step 641 is shorter than a row of 642 bytes \(641 pix'):
+        Frame(np.zeros(642 * 720, np.uint8), 'nv12', 641, 480, 641)
+    with pytest.raises(ValueError, match=r'462239 bytes are too few .*: 462240 needed'):
+        Frame(np.zeros(642 * 720 - 1, np.uint8), 'nv21', 641, 480, 642)
+    frame = Frame(np.zeros(642 * 720, np.uint8), 'nv12', 641, 480, 642)
+    assert Patcher().patches(frame, 28, 28).shape == (4, 588)
 
 
 def test_an_instruction_set_of_another_processor():
