@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from multiprocessing.process import BaseProcess
+from queue import Empty
 from random import Random
 
 import numpy as np
@@ -223,11 +226,39 @@ def item_batch(items: list[Item]) -> Batch:
     return collate([i.scenes[0] for i in items] + [i.scenes[1] for i in items], [], asked)
 
 
+class DataError(RuntimeError):
+    """A process that draws scenes failed or ended; the message says how."""
+
+
 def _work(queue, seed: int, start: int, stride: int, mixed: Mix) -> None:
     step = start
     while True:
-        queue.put(make_batch(seed, step, mixed))
+        try:
+            drawn: Batch | str = make_batch(seed, step, mixed)
+        except Exception as error:  # handed over: the other side is waiting for this step
+            drawn = f'{type(error).__name__}: {error}'
+        queue.put(drawn)
         step += stride
+
+
+def _take(process: BaseProcess, queue) -> Batch:
+    """
+    Return a worker's next batch.
+
+    :raises DataError: when it failed, or is gone (out of memory, for one) and left nothing.
+    """
+    drawn: Batch | str | None = None
+    while drawn is None:
+        alive = process.is_alive()
+        try:
+            drawn = queue.get(timeout=1.0)
+        except Empty:
+            if not alive:
+                raise DataError('a process that draws scenes ended with exit code '
+                                f'{process.exitcode}') from None
+    if isinstance(drawn, str):
+        raise DataError(f'a process that draws scenes failed: {drawn}')
+    return drawn
 
 
 def batches(seed: int, first: int, mixed: Mix, workers: int) -> Iterator[Batch]:
@@ -235,6 +266,7 @@ def batches(seed: int, first: int, mixed: Mix, workers: int) -> Iterator[Batch]:
     Yield the batches of steps ``first``, ``first + 1``, …; the same whatever ``workers`` is.
 
     :param workers: processes; 0 draws in this one.
+    :raises DataError: when one of them fails.
     """
     if workers == 0:
         step = first
@@ -246,14 +278,17 @@ def batches(seed: int, first: int, mixed: Mix, workers: int) -> Iterator[Batch]:
     processes = [context.Process(target=_work, daemon=True,
                                  args=(queue, seed, first + i, workers, mixed))
                  for i, queue in enumerate(queues)]
-    for p in processes:
-        p.start()
+    # Blocked in the workers from their birth: Ctrl-C is the trainer's to act on.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        for p in processes:
+            p.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         while True:
             for p, queue in zip(processes, queues):
-                yield queue.get()
-                if not p.is_alive() and queue.empty():
-                    raise RuntimeError('a data worker died')
+                yield _take(p, queue)
     finally:
         for p in processes:
             p.terminate()

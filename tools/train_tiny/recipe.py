@@ -6,16 +6,21 @@ The two phases of models/tiny-dense in one command, resumable, and the picture o
 
 The first phase trains from nothing, the second from its weights with wider cameras, half of
 everything about counting, and an auxiliary loss on where things have their centres. On one H200
-they take 19 minutes.
+they take 19 minutes; without a GPU --device cpu has to be given, and --steps or --stills and
+--clips make it short enough to be seen working. Options that are not listed go to
+tools.train_tiny.train as they are.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
 
 #: Options of tools.train_tiny.train, a row a phase; the steps are those of the shipped weights.
 PHASES = (
@@ -25,14 +30,14 @@ PHASES = (
 )
 
 
-def joined(curves: list[list[dict[str, float]]]) -> list[dict[str, float]]:
+def joined(curves: list[list[dict[str, float]]], steps: list[int]) -> list[dict[str, float]]:
     """Return the curves of all phases as one: steps and seconds count on."""
     out: list[dict[str, float]] = []
     step, seconds = 0, 0.0
-    for options, curve in zip(PHASES, curves):
+    for count, curve in zip(steps, curves):
         out += [{**row, 'step': row['step'] + step, 'seconds': round(row['seconds'] + seconds, 1)}
                 for row in curve]
-        step, seconds = step + int(options[1]), out[-1]['seconds']
+        step, seconds = step + count, out[-1]['seconds']
     return out
 
 
@@ -53,26 +58,49 @@ def draw(curve: list[dict[str, float]], file: Path) -> None:
     plt.close(figure)
 
 
+def run(command: list[str]) -> int:
+    """Run a phase; Ctrl-C reaches it too, and it is waited for while it saves."""
+    with subprocess.Popen(command) as phase:
+        while True:
+            try:
+                return phase.wait()
+            except KeyboardInterrupt:
+                phase.send_signal(signal.SIGINT)  # once more does no harm
+
+
 def main() -> int:
     """Run the program."""
     p = argparse.ArgumentParser(description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--out', type=Path, required=True, help='folder of the final checkpoint')
     p.add_argument('--eval-items', type=int, default=2000, help='items a family to score')
+    p.add_argument('--steps', type=int, help="steps of each phase instead of the recipe's")
+    p.add_argument('--device', default='cuda', help="'cpu' takes days for the whole recipe")
     args, rest = p.parse_known_args()
+    if args.steps is not None and args.steps < 1:
+        p.error(f'--steps {args.steps}: expected a number from 1')
+    steps = [args.steps or int(options[1]) for options in PHASES]
+    if args.device.startswith('cuda') and not torch.cuda.is_available():
+        p.error(f'no CUDA device: {sum(steps)} steps take days on a CPU. --device cpu does them '
+                'nevertheless; --steps 2 --stills 8 --clips 2 shows that it works')
     folders = [args.out.with_name(f'{args.out.name}-phase{i}')
                for i in range(1, len(PHASES))] + [args.out]
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        p.error(f'--out {args.out}: {error}')
     for i, (options, folder) in enumerate(zip(PHASES, folders)):
         command = [sys.executable, '-m', 'tools.train_tiny.train', '--out', str(folder),
-                   *options, *rest]
+                   *options, *rest, '--steps', str(steps[i]), '--device', args.device]
         if i:
             command += ['--init', str(folders[i - 1])]
         if folder == args.out:
             command += ['--eval-items', str(args.eval_items)]
-        code = subprocess.run(command).returncode
+        code = run(command)
         if code:
             return code
-    curve = joined([json.loads((f / 'curve.json').read_text()) for f in folders])
+    curve = joined([json.loads((f / 'curve.json').read_text()) for f in folders], steps)
     (args.out / 'curve.json').write_text(json.dumps(curve))
     draw(curve, args.out / 'curve.png')
     return 0

@@ -8,17 +8,24 @@ Train the tiny checkpoint: from nothing to a Hugging Face folder, on one GPU, re
 
 The number of steps is fixed once the speed of the machine is known (or by --steps), and the
 learning rate follows a cosine over these steps; both are stored with the state. --stop-after
-ends a run early; the next one goes on where it stopped.
+or Ctrl-C ends a run early; the next one goes on where it stopped, with the steps and the start
+that were stored, whatever --steps and --init say then.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import torch
@@ -27,8 +34,9 @@ from tqdm import tqdm
 from qwen_vl_ros.roboscene import questions as q
 from qwen_vl_ros.roboscene.items import HELD_OUT_FAMILIES, items
 from tools.train_tiny import tokenizer as tok
-from tools.train_tiny.data import FAMILY_NAMES, Mix, batches, item_batch
+from tools.train_tiny.data import FAMILY_NAMES, DataError, Mix, batches, item_batch
 from tools.train_tiny.model import Shape, TinyQwen2VL, load_published
+from tools.train_tiny.options import TrainError, complaint, parser
 from tools.train_tiny.step import Stepper, answer_loss, draw_keep, exact, family_hits, render_batch
 
 #: Kept units a picture and how often (1, 3/4, 1/2, 1/3, 1/5 of 192).
@@ -38,40 +46,11 @@ PROBE_FROM, PROBE_TO = 40, 90
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; ``--help`` is the manual."""
-    p = argparse.ArgumentParser(description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument('--out', type=Path, required=True, help='folder of checkpoint and state')
-    p.add_argument('--minutes', type=float, default=18.0,
-                   help='training time that the number of steps is chosen for')
-    p.add_argument('--steps', type=int, default=0, help='number of steps; 0: from --minutes')
-    p.add_argument('--stop-after', type=float, default=0.0, metavar='SECONDS',
-                   help='save and stop after that long; 0: train to the end')
-    p.add_argument('--keep', action='store_true', help='train with random keep ratios')
-    p.add_argument('--init', type=Path, help='start from the weights of this folder')
-    p.add_argument('--focus', choices=('', 'count'), default='',
-                   help='give half of the training to one family')
-    p.add_argument('--cameras', choices=('train', 'wide'), default='train',
-                   help="'wide' draws cameras beyond those of the test scenes")
-    p.add_argument('--centres', action='store_true',
-                   help='auxiliary loss also on how many things have their centre in a unit')
-    p.add_argument('--lr', type=float, default=1e-3)
-    p.add_argument('--aux', type=float, default=1.0, help='initial weight of the auxiliary loss')
-    p.add_argument('--aux-until', type=float, default=0.3, metavar='SHARE',
-                   help='share of the steps over which it falls to 0')
-    p.add_argument('--stills', type=int, default=192, help='pictures a step')
-    p.add_argument('--clips', type=int, default=32, help='two-slice clips a step')
-    p.add_argument('--seed', type=int, default=1)
-    p.add_argument('--workers', type=int, default=12, help='processes that draw scenes')
-    p.add_argument('--eval-items', type=int, default=0,
-                   help='items a family to score at the end (test, heldout, shift, floors)')
-    p.add_argument('--shard-mib', type=int, default=0, help='split the weights into files')
-    p.add_argument('--no-compile', action='store_true', help='run the blocks uncompiled')
-    p.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    p = parser(__doc__)
     args = p.parse_args(argv)
-    if args.out.exists() and not args.out.is_dir():
-        p.error(f'--out {args.out} is a file; expected a folder')
-    if args.device.startswith('cuda') and not torch.cuda.is_available():
-        p.error(f'--device {args.device}: torch {torch.__version__} finds no CUDA device')
+    wrong = complaint(args)
+    if wrong:
+        p.error(wrong)
     return args
 
 
@@ -105,6 +84,8 @@ class Trainer:
             fused=self.device.type == 'cuda')
         self.step, self.steps, self.seconds = 0, args.steps, 0.0
         self.curve: list[dict[str, float]] = []
+        self.init = str(args.init) if args.init else ''
+        self.interrupted = threading.Event()
         self._restore()
         if self.device.type == 'cuda' and not args.no_compile:
             # One compilation serves all blocks: their code is the same.
@@ -119,24 +100,51 @@ class Trainer:
 
     def _restore(self) -> None:
         if self.state_file.exists():
+            self._resume()
+        elif self.args.init:
+            from safetensors import SafetensorError
+            from safetensors.torch import load_file
+            tensors = {}
+            try:
+                for file in sorted(self.args.init.glob('*.safetensors')):
+                    tensors.update(load_file(file))
+                load_published(self.model, tensors)
+            except KeyError as error:
+                raise TrainError(f'--init {self.args.init} holds no weight {error}') from error
+            except (SafetensorError, RuntimeError) as error:
+                raise TrainError(f'--init {self.args.init}: {first_line(error)}') from error
+
+    def _resume(self) -> None:
+        args = self.args
+        try:
             state = torch.load(self.state_file, map_location=self.device, weights_only=True)
             self.model.load_state_dict(state['model'])
             self.optimizer.load_state_dict(state['optimizer'])
             self.step, self.steps = state['step'], state['steps']
             self.seconds, self.curve = state['seconds'], state['curve']
-            print(f'resumed at step {self.step} of {self.steps}')
-        elif self.args.init:
-            from safetensors.torch import load_file
-            tensors = {}
-            for file in sorted(self.args.init.glob('*.safetensors')):
-                tensors.update(load_file(file))
-            load_published(self.model, tensors)
+            # What was stored before there was this entry began as the command line says.
+            self.init = state.get('init', self.init)
+        except (UnpicklingError, EOFError, RuntimeError, KeyError, ValueError, TypeError,
+                AttributeError) as error:
+            raise TrainError(f'{self.state_file} is no state that can be resumed '
+                             f'({type(error).__name__}); remove it to begin anew') from error
+        said = f'resumed at step {self.step} of {self.steps or "a number not yet chosen"}'
+        ignored = [f'--steps {args.steps}'] if args.steps not in (0, self.steps) else []
+        if args.init and str(args.init) != self.init:
+            ignored.append(f'--init {args.init}')
+        if ignored:
+            said += (f'; {" and ".join(ignored)} ignored: what {self.state_file} began with '
+                     'stays (another --out begins anew)')
+        print(said)
 
     def save(self) -> None:
         """Write the checkpoint folder, the state and the curve."""
+        # In two moves: whatever ends the program meanwhile, one whole state is there.
+        fresh = self.state_file.with_suffix('.new')
         torch.save({'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
                     'step': self.step, 'steps': self.steps, 'seconds': self.seconds,
-                    'curve': self.curve}, self.state_file)
+                    'curve': self.curve, 'init': self.init}, fresh)
+        fresh.replace(self.state_file)
         self.model.save(self.args.out, self.ids, self.args.shard_mib)
         (self.args.out / 'curve.json').write_text(json.dumps(self.curve))
 
@@ -160,7 +168,7 @@ class Trainer:
         progress = self.step / (self.steps or 100_000)
         args = self.args
         # A trained model knows its units; what it may lack is where one thing ends.
-        weight = 0.0 if args.init and not args.centres else args.aux * max(
+        weight = 0.0 if self.init and not args.centres else args.aux * max(
             0.0, 1 - progress / args.aux_until)
         with self._autocast():
             logits, merged = self.stepper.logits(batch, rgb, keep)
@@ -177,7 +185,20 @@ class Trainer:
         return loss.detach(), {'batch': batch, 'logits': logits, 'labels': labels}
 
     def run(self) -> bool:
-        """Train; returns whether the last step was reached."""
+        """
+        Train; returns whether the last step was reached.
+
+        On Ctrl-C the present step is finished, so that what is saved is whole.
+        """
+        if self.steps and self.step >= self.steps:
+            return True
+        with _noticing(self.interrupted):
+            self._loop()
+            self._sync()
+            self.save()
+        return bool(self.steps) and self.step >= self.steps
+
+    def _loop(self) -> None:
         args, begin = self.args, time.monotonic()
         base, mark, probe = self.seconds, begin, None
         mixed = Mix(args.stills, args.clips, args.focus, args.cameras)
@@ -187,6 +208,8 @@ class Trainer:
         started = self.step
         recent: list[torch.Tensor] = []
         for batch in feed:
+            if self.interrupted.is_set():
+                break
             loss, shown = self.one(batch)
             recent.append(loss)
             self.step += 1
@@ -213,17 +236,16 @@ class Trainer:
                 self.curve.append(probe)
                 bar.write(' '.join(f'{k} {v}' for k, v in probe.items()))
                 if not math.isfinite(mean):
-                    raise RuntimeError(f'the loss is not finite at step {self.step}')
+                    raise TrainError(f'the loss is not finite at step {self.step}')
             self.seconds = base + time.monotonic() - begin
             if self.steps and self.step >= self.steps:
+                break
+            if self.interrupted.is_set():
                 break
             if args.stop_after and time.monotonic() - begin > args.stop_after:
                 break
         bar.close()
         feed.close()
-        self._sync()
-        self.save()
-        return bool(self.steps) and self.step >= self.steps
 
     def _sync(self) -> None:
         if self.device.type == 'cuda':
@@ -270,18 +292,58 @@ class Trainer:
         return table
 
 
-def main() -> None:
-    """Run the program."""
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+@contextlib.contextmanager
+def _noticing(interrupted: threading.Event) -> Iterator[None]:
+    """Let Ctrl-C set an event instead of raising in the middle of a step."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def notice(*_: object) -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            # Not print: the signal may come while that holds the stream.
+            os.write(2, b'\ninterrupted: the present step is finished and saved\n')
+
+    before = signal.signal(signal.SIGINT, notice)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def main() -> int:
+    """Run the program; 1 when it cannot train, 130 when it was interrupted."""
     args = parse()
+    try:
+        return _train(args)
+    except (TrainError, DataError, OSError) as error:
+        print(f'train: {first_line(error)}', file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print('interrupted', file=sys.stderr)
+        return 130
+
+
+def _train(args: argparse.Namespace) -> int:
     trainer = Trainer(args)
     done = trainer.run()
     print(f'step {trainer.step} of {trainer.steps}, {trainer.seconds:.0f} s')
+    if trainer.interrupted.is_set() and not done:
+        print(f'the same command goes on from {trainer.state_file}', file=sys.stderr)
+        return 130
     if done and args.eval_items:
         table = trainer.evaluate(args.eval_items)
         (args.out / 'accuracy.json').write_text(json.dumps(table, indent=2))
         for name, row in table.items():
             print(name.ljust(14), ' '.join(f'{k} {v:.3f}' for k, v in row.items()))
+    return 130 if trainer.interrupted.is_set() else 0
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(main())
