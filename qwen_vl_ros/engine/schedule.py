@@ -202,6 +202,11 @@ class Scheduler:
         finally:
             left.set()
 
+    @property
+    def places(self) -> int:
+        """Return how many requests may be under way at a time."""
+        return min(self.options.places, self.engine.pool.slots)
+
     def room(self, priority: Priority) -> bool:
         """Say whether a request of a priority would be taken up at once."""
         with self._changed:
@@ -255,7 +260,7 @@ class Scheduler:
         return self._rounds.drain() or worked
 
     def _has_place(self, priority: Priority) -> bool:
-        places = min(self.options.places, self.engine.pool.slots)
+        places = self.places
         active = len(self._rounds.active)
         if priority == Priority.CONTINUOUS and places > 1:
             return active < places - 1

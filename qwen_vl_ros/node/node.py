@@ -67,7 +67,8 @@ class QwenVlNode(LifecycleNode):
         self._load_time_s = 0.0
         self._perception: Perception | None = None
         self._cameras: list[CameraInput] = []
-        self._continuous = ContinuousMode(self._start, self.get_logger().debug)
+        room = self.create_guard_condition(self._ask_due)
+        self._continuous = ContinuousMode(self._start, self.get_logger().debug, room.trigger)
         self._goals: dict[bytes, Job] = {}
         self._numbers = itertools.count(1)
         self._run_id = f'{time.time_ns() // 10**6 & 0xFFFFFF:06x}'
@@ -236,6 +237,7 @@ class QwenVlNode(LifecycleNode):
         :param make: makes it, given its id.
         :raises EngineError: why it is refused.
         """
+        question = None
         try:
             if self._perception is None or self.state != 'active':
                 raise EngineError(
@@ -248,7 +250,9 @@ class QwenVlNode(LifecycleNode):
             job = Job(question, listener)
             self._perception.requests.submit(job)
         except EngineError:
-            self._statistics.refused()
+            # A standing question is only put off.
+            if question is None or question.source != 'continuous':
+                self._statistics.refused()
             raise
         return job
 
@@ -346,6 +350,10 @@ class QwenVlNode(LifecycleNode):
         if self.state == 'active' and self._perception is not None:
             self._continuous.tick(self.settings, self._perception)
 
+    def _ask_due(self) -> None:
+        if self.state == 'active' and self._perception is not None:
+            self._continuous.pump(self.settings, self._perception)
+
     def _on_enable(self, request: SetBool.Request, response: SetBool.Response) -> Any:
         result = self.set_parameters([Parameter('continuous.enable', value=request.data)])[0]
         response.success, response.message = result.successful, result.reason
@@ -367,6 +375,7 @@ class QwenVlNode(LifecycleNode):
     def _tick(self) -> None:
         if self._perception is not None:
             self._perception.requests.tick()
+        self._ask_due()
 
     def _match_cameras(self) -> None:
         for camera in tuple(self._cameras):

@@ -52,6 +52,11 @@ class Overlap:
         """Return the bubbles of the newest answers."""
         return bubble(self.plan.finished)
 
+    @property
+    def places(self) -> int:
+        """See :attr:`Runner.places`."""
+        return self.plan.places
+
     def room(self, job: Job) -> bool:
         """See :meth:`Runner.room`."""
         return self.plan.room(priority_of(job))

@@ -148,6 +148,10 @@ class Job:
 class Runner(Protocol):
     """Runs several questions beside each other."""
 
+    @property
+    def places(self) -> int:
+        """Return how many questions may be under way at a time."""
+
     def room(self, job: Job) -> bool:
         """Say whether a question would be taken up at once."""
 
@@ -243,7 +247,10 @@ class Requests:
             if not self._open:
                 raise EngineError(ErrorCode.INACTIVE, 'the node is not active')
             wait = sum((r == RANKS['continuous']) == standing for r, _, _ in self._waiting)
-            if wait >= (self.standing if standing else self.size):
+            # Those for which a place is free are about to leave the queue.
+            places = 1 if self.runner is None else self.runner.places
+            free = 0 if standing else max(0, places - len(self._running))
+            if wait >= (self.standing if standing else self.size + free):
                 raise EngineError(
                     ErrorCode.QUEUE_FULL,
                     f'{wait} questions wait already (queue.size); ask again later')

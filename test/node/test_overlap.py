@@ -185,7 +185,7 @@ def test_continuous_mode_takes_cameras_in_turn_and_stays_one_frame_ahead(percept
         EngineError(ErrorCode.QUEUE_FULL, 'full')), asked.append)
     fails.tick(settings, perception)
     fails.tick(settings, perception)
-    assert asked[3:] == ['standing question left out: full'] * 4
+    assert asked[3:] == ['standing question put off: full'] * 4
 
 
 def test_without_overlap_the_standing_question_waits_for_an_idle_engine(engine):
@@ -205,6 +205,42 @@ def test_without_overlap_the_standing_question_waits_for_an_idle_engine(engine):
     _job, events = ask(core, 'what ?')
     wait_for(lambda: events.outcome, 60)
     assert events.thread == 'engine' and core.stop()
+
+
+def test_cameras_that_are_due_together_take_turns_where_there_is_one_place(engine):
+    core = Perception(engine, Settings(
+        cameras=('a', 'b'), scheduler_overlap=False, continuous_enable=True,
+        continuous_cameras='all'), lambda: NOW)
+    core.start()
+    asked, woken = [], []
+
+    def start(make, watch):
+        job = Job(make('x'), watch)
+        asked.append((job, watch))
+        core.requests._running.append(job)
+        return job
+
+    mode = ContinuousMode(start, print, lambda: woken.append(True))
+    for round_ in range(3):
+        for number, camera in enumerate('ab'):
+            core.receive(camera, image(10 * round_ + number))
+        mode.tick(core.settings, core)
+        for _ in 'ab':  # the place of one is the other's, within the same period
+            job, watch = asked[-1]
+            core.store.select(job.question.cameras, now_ns=NOW, now_received_ns=0)
+            core.requests._running.remove(job)
+            watch(job, Outcome(ErrorCode.NONE))
+            mode.pump(core.settings, core)
+    assert [job.question.cameras for job, _ in asked] == [('a',), ('b',)] * 3
+    assert len(woken) == 6 and core.stop()
+
+
+def test_cameras_may_be_named_while_questions_are_taken(perception):
+    assert perception.requests.standing == 1
+    ContinuousMode(lambda make, watch: Job(make('x'), watch), print).tick(
+        Settings(cameras=('a', 'b'), continuous_enable=True, continuous_cameras='all'),
+        perception)
+    assert perception.requests.standing == 2
 
 
 @pytest.mark.parametrize('given, names', [('', ('a',)), ('all', ('a', 'b')), ('b', ('b',)),
