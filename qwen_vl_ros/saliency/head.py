@@ -111,17 +111,50 @@ class SaliencyHead(nn.Module):
             raise ValueError(f'{path} cannot be read as a saliency head: {error}') from None
         if about.get('form') != _FORM:
             raise ValueError(f"{path} is no saliency head (form '{about.get('form')}')")
-        head = cls(**json.loads(about['shape']))
-        tensors = {}
-        for name, value in stored.items():
-            scale = stored.get(f'{name}.scale')
-            if not name.endswith('.scale'):
-                tensors[name] = value.float() if scale is None else from_int8(value, scale)
         try:
-            head.load_state_dict(tensors)
-        except RuntimeError as error:
-            raise ValueError(f'{path}: {" ".join(str(error).split())}') from None
+            shape = json.loads(about['shape'])
+            # Without memory first: a damaged header may announce anything.
+            with torch.device('meta'):
+                wanted = {name: tuple(value.shape)
+                          for name, value in cls(**shape).state_dict().items()}
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            raise ValueError(f"{path}: its header gives the shape {about.get('shape')}; expected "
+                             'text_width, width, stem and blocks') from None
+        _check(path, stored, wanted)
+        head = cls(**shape)
+        head.load_state_dict({
+            name: from_int8(stored[name], stored[f'{name}.scale'])
+            if f'{name}.scale' in stored else stored[name].float() for name in wanted})
         return head.eval().requires_grad_(False)
+
+
+def _check(path: Path, stored: dict[str, Tensor], wanted: dict[str, tuple[int, ...]]) -> None:
+    """
+    Hold the tensors of a file against the net that its header announces.
+
+    :raises ValueError: the file, the tensor, what was found and what was expected.
+    """
+    shapes = dict(wanted)
+    for name in wanted:
+        if f'{name}.scale' in stored:
+            shapes[f'{name}.scale'] = wanted[name][:1]
+    for name, shape in shapes.items():
+        value = stored.get(name)
+        if value is None:
+            raise ValueError(f'{path}: tensor {name} is missing; expected one of {list(shape)}')
+        if tuple(value.shape) != shape:
+            raise ValueError(f'{path}: tensor {name} is {list(value.shape)}; its header makes it '
+                             f'{list(shape)}')
+        kinds = (torch.int8,) if f'{name}.scale' in stored else (
+            torch.float32, torch.float16, torch.bfloat16)
+        if value.dtype not in kinds:
+            raise ValueError(f'{path}: tensor {name} is {value.dtype}; expected '
+                             f'{" or ".join(str(kind) for kind in kinds)}')
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise ValueError(f'{path}: tensor {name} holds values that are not finite')
+    extra = sorted(set(stored) - set(shapes))
+    if extra:
+        raise ValueError(f'{path}: tensor {extra[0]} is not expected')
 
 
 def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.types import Done, Request, Visual
@@ -59,6 +61,46 @@ def test_a_file_that_is_no_head_is_named(tmp_path):
         make_selector('head', model=tmp_path / 'other')
     assert make_selector('auto', model=tmp_path / 'other').weights == {
         'contrast': 1.0, 'gradient': 0.5}
+
+
+def _with(value: float):
+    def changed(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor.view(-1)[0] = value
+        return tensor
+    return changed
+
+
+@pytest.mark.parametrize(('name', 'change', 'expected'), [
+    ('units.weight', lambda t: t[1:].contiguous(),
+     r'tensor units.weight is \[15, 8, 7, 7\]; its header makes it \[16, 8, 7, 7\]'),
+    ('units.weight.scale', lambda t: t[1:].contiguous(),
+     r'tensor units.weight.scale is \[15\]; its header makes it \[16\]'),
+    ('units.weight', lambda t: t.float(), r'units.weight is torch.float32; expected torch.int8'),
+    ('film.bias', lambda t: None, r'tensor film.bias is missing; expected one of \[64\]'),
+    ('more', lambda t: torch.zeros(1), 'tensor more is not expected'),
+    ('film.bias', _with(float('nan')), 'tensor film.bias holds values that are not finite'),
+    ('word.weight.scale', _with(float('inf')),
+     'tensor word.weight.scale holds values that are not finite')])
+def test_a_damaged_head_is_refused_by_file_and_tensor(tmp_path, name, change, expected):
+    path = tmp_path / FILE
+    _fresh().save(path, {})
+    with safe_open(path, 'pt') as file:
+        about = file.metadata()
+    tensors = load_file(path)
+    changed = change(tensors.pop(name, None))
+    save_file(tensors if changed is None else {**tensors, name: changed}, path, about)
+    with pytest.raises(ValueError, match=expected) as caught:
+        SaliencyHead.load(path)
+    assert str(caught.value).startswith(f'{path}: ') and '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('shape', ['{"width": 16}', '[1]', '{', '{"text_width": -3}'])
+def test_a_head_whose_header_makes_no_net_is_refused(tmp_path, shape):
+    path = tmp_path / FILE
+    _fresh().save(path, {'shape': shape})
+    with pytest.raises(ValueError, match='its header gives the shape'):
+        SaliencyHead.load(path)
 
 
 def test_a_head_of_another_width_is_refused(tmp_path):
