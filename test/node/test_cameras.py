@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import wait_for
+from qwen_vl_msgs.msg import Answer
 from qwen_vl_msgs.srv import Ask
 from rclpy.qos import DurabilityPolicy, QoSProfile, ReliabilityPolicy
 from sensor_msgs.msg import CompressedImage, Image
@@ -221,3 +222,24 @@ def test_a_stuttering_camera_has_lost_nothing():
         now += 80_000_000 if number % 10 == 0 else 33_000_000
         window.add(now, 10**18 + now, 1.0)
     assert window.rates(now).lost == 0.0
+
+
+def test_standing_questions_share_the_node_among_cameras_named_live(start_node, client):
+    start_node(cameras="['a','b']", continuous__rate_hz=4.0, max_image_age_s=0.0,
+               continuous__question='"words=1 delay=0.1"')
+    senders = {name: camera(client, topic=f'/{name}/image_raw') for name in 'ab'}
+    answers = client.collect(Answer, '/qwen_vl/answer')
+    assert client.set(continuous__cameras='all', continuous__enable=True)[-1].successful
+    end = time.monotonic() + 30
+
+    while len(answers) < 16 and time.monotonic() < end:
+        message = stamped(client, picture())
+        for name, sender in senders.items():
+            message.header.frame_id = name
+            sender.publish(message)
+        time.sleep(0.1)
+    names = [answer.header.frame_id for answer in answers[:16]]
+    assert abs(names.count('a') - names.count('b')) <= 1 and len(names) == 16, names
+    _, _, values = client.await_status('inference', lambda level, message, values: (
+        int(values['answers_total']) >= 16))
+    assert values['rejected_total'] == '0'

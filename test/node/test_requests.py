@@ -128,6 +128,33 @@ def test_questions_are_answered_in_order_and_others_before_the_standing_one():
     assert requests.stop(Outcome(ErrorCode.INACTIVE))
 
 
+def test_questions_that_come_at_once_fill_the_places_and_the_queue():
+    class Held:
+        """Has four places and takes nothing up before it may."""
+
+        places, ready = 4, False
+
+        def room(self, job):
+            return self.ready
+
+        def run(self, job, ended):
+            ended(Outcome(ErrorCode.NONE))
+
+    requests, listeners, codes = Requests(lambda job: None, 4), [], []
+    requests.runner = Held()
+    requests.start()
+    for _ in range(10):
+        listeners.append(Events())
+        try:
+            requests.submit(Job(Question('x'), listeners[-1]))
+        except EngineError as error:
+            codes.append(error.code)
+    assert codes == [ErrorCode.QUEUE_FULL] * 2
+    requests.runner.ready = True
+    wait_for(lambda: all(isinstance(e[-1], Outcome) for e in listeners[:8]))
+    assert requests.stop(Outcome(ErrorCode.INACTIVE))
+
+
 def test_exactly_one_outcome_whatever_happens():
     """Many threads submit, cancel and stop; every job ends once and nothing comes after."""
     requests = Requests(lambda job: Outcome(ErrorCode.NONE), 3)
