@@ -15,6 +15,7 @@ from torch import Tensor
 from qwen_vl_ros.engine.config import ModelConfig, load_config, read_json
 from qwen_vl_ros.engine.device import memory_available
 from qwen_vl_ros.engine.errors import CheckpointError, one_line
+from qwen_vl_ros.engine.finite import check_finite
 from qwen_vl_ros.engine.quant_files import INTEGERS, QuantFormat
 from qwen_vl_ros.engine.quant_files import shapes as quantised_shapes
 
@@ -114,6 +115,8 @@ def load_checkpoint(
                 kept = name.endswith((*INTEGERS, '.scales'))
                 tensors[names[file][name]] = tensor.to(
                     device, tensor.dtype if kept else dtype, copy=True)
+    check_finite(folder, {key: tensors[ours] for keys in names.values()
+                          for key, ours in keys.items()})
     if config.tied:
         drop_tied_head(folder, tensors)
     name, revision = identity(folder, files)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from qwen_vl_ros.engine import checkpoint, config, device
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.errors import CheckpointError, EngineError, ErrorCode
+from qwen_vl_ros.engine.finite import check_finite
 from qwen_vl_ros.engine.types import Request, Visual
 
 
@@ -191,6 +192,26 @@ def test_damaged_safetensors_are_refused(folder, damage):
     message = refused(folder, str(file))
     if damage == 'cut':
         assert f'has {len(data) - 1000} bytes, but its header announces {len(data)}' in message
+
+
+@pytest.mark.parametrize('value', [float('nan'), float('inf'), float('-inf')])
+def test_a_weight_that_is_not_finite_is_named(folder, value):
+    name = next(key for key in load_file(folder / 'model.safetensors') if 'fc1.weight' in key)
+
+    def change(tensors):
+        tensors[name].view(-1)[7] = value
+    rewrite(folder, change)
+    refused(folder, name, str(folder), 'holds 1 of', 'not finite')
+
+
+def test_a_weight_that_half_precision_cannot_hold_is_named_and_a_large_sum_is_no_fault(tmp_path):
+    large = {'a': torch.full((4096,), 100.0, dtype=torch.float16), 'b': torch.ones(3).int()}
+    assert not large['a'].sum().isfinite()
+    check_finite(tmp_path, large)
+    large['c'] = torch.tensor([1.0, 1e6]).half()
+    with pytest.raises(CheckpointError, match=r'c in .* holds 1 of 2 values that are not '
+                                              'finite in float16'):
+        check_finite(tmp_path, large)
 
 
 def test_weights_that_are_no_floats_are_refused(folder):
