@@ -170,15 +170,21 @@ def uniform_keep(
     :return: bool [t * h/2 * w/2], the same for every slice, at least one unit each.
     """
     t, rows, cols = grid[0], grid[1] // 2, grid[2] // 2
+    keep = np.zeros(rows * cols, bool)
+    order = np.argsort(spread_rank(rows, cols), kind='stable')
+    keep[order[:max(1, round(ratio * rows * cols))]] = True
+    return np.tile(keep, t)
+
+
+def spread_rank(rows: int, cols: int) -> np.ndarray:
+    """Return int64 [rows * cols]: the units of the lowest ranks lie evenly spread."""
     bits = max(rows - 1, cols - 1, 1).bit_length()
     r, c = np.divmod(np.arange(rows * cols), cols)
     rank = np.zeros(rows * cols, np.int64)
     for bit in range(bits):
         pair = ((r ^ c) >> bit & 1) * 2 + (r >> bit & 1)
         rank |= pair << 2 * (bits - 1 - bit)
-    keep = np.zeros(rows * cols, bool)
-    keep[np.argsort(rank, kind='stable')[:max(1, round(ratio * rows * cols))]] = True
-    return np.tile(keep, t)
+    return rank
 
 
 def content_key(frames: Sequence[Frame], grid: Grid, keep: np.ndarray | None) -> int:

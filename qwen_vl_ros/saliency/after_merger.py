@@ -14,11 +14,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.layers import rms_norm, rotate
 from qwen_vl_ros.engine.model import Placed
-from qwen_vl_ros.engine.prompt import Prompt, Turn
+from qwen_vl_ros.engine.prompt import Prompt, Turn, VisualToken
 from qwen_vl_ros.engine.request import check_request
 from qwen_vl_ros.engine.running import plan_visuals
 from qwen_vl_ros.engine.stages import DeviceClock
@@ -26,6 +27,7 @@ from qwen_vl_ros.engine.types import Request, Visual
 from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.saliency.droppers import dart, divprune, fastv, last_row_attention
 from qwen_vl_ros.saliency.grad_cam import run_layers
+from qwen_vl_ros.saliency.region import with_region
 from qwen_vl_ros.saliency.select import budget
 
 #: The layer whose attention FastV reads (its K = 2 counts layers before the drop).
@@ -60,8 +62,7 @@ def drop_after_merger(engine: Engine, request: Request, name: str,
             if given.keep is not None:
                 chosen.append(given)
                 continue
-            keep = DROPPERS[name](engine, prompt, features, index,
-                                  budget(visual.total, request.keep_ratio))
+            keep = _chosen(engine, prompt, features, index, visual, request.keep_ratio, name)
             # Every slice must leave a token in the prompt.
             first = np.arange(visual.grid[0]) * (visual.total // visual.grid[0])
             per_slice = keep.reshape(visual.grid[0], -1)
@@ -75,19 +76,32 @@ def drop_after_merger(engine: Engine, request: Request, name: str,
     return masked
 
 
-def _divprune(engine: Engine, prompt: Prompt, features: list[Placed], index: int, count: int
-              ) -> np.ndarray:
-    return np.asarray(divprune(features[index][1], count))
+def _chosen(engine: Engine, prompt: Prompt, features: list[Placed], index: int,
+            visual: VisualToken, ratio: float, name: str) -> np.ndarray:
+    """Return bool [total] of one visual: the selector's region, then the dropper's choice."""
+    count, always = budget(visual.total, ratio), None
+    region = getattr(engine.options.selector, 'always', None)
+    if region is not None:
+        slices, rows, columns = visual.grid[0], visual.grid[1] // 2, visual.grid[2] // 2
+        units = region(rows, columns)
+        count = with_region(count, units, slices)
+        always = torch.from_numpy(np.tile(units.reshape(-1), slices)).to(engine.model.device)
+    return DROPPERS[name](engine, prompt, features, index, count, always)
 
 
-def _dart(engine: Engine, prompt: Prompt, features: list[Placed], index: int, count: int
-          ) -> np.ndarray:
-    return np.asarray(dart(features[index][1], count))
+def _divprune(engine: Engine, prompt: Prompt, features: list[Placed], index: int, count: int,
+              always: Tensor | None) -> np.ndarray:
+    return np.asarray(divprune(features[index][1], count, always))
+
+
+def _dart(engine: Engine, prompt: Prompt, features: list[Placed], index: int, count: int,
+          always: Tensor | None) -> np.ndarray:
+    return np.asarray(dart(features[index][1], count, always=always))
 
 
 @torch.inference_mode()
-def _fastv(engine: Engine, prompt: Prompt, features: list[Placed], index: int, count: int
-           ) -> np.ndarray:
+def _fastv(engine: Engine, prompt: Prompt, features: list[Placed], index: int, count: int,
+           always: Tensor | None) -> np.ndarray:
     language = engine.model.language
     positions = torch.from_numpy(prompt.positions).to(language.device)
     x = run_layers(language, engine.model.embed(prompt, 0, features), positions, FASTV_LAYER)
@@ -96,9 +110,10 @@ def _fastv(engine: Engine, prompt: Prompt, features: list[Placed], index: int, c
     turned = rotate(y.transpose(0, 1)[:cfg.heads + cfg.kv_heads], *language.rotary(positions))
     row = last_row_attention(turned[:cfg.heads, -1], turned[cfg.heads:])
     start, end = features[index][0]
-    return np.asarray(fastv(row[start:end], count))
+    return np.asarray(fastv(row[start:end], count, always))
 
 
-#: Name to function of (engine, prompt, features, index of the visual, tokens to keep).
+#: Name to function of (engine, prompt, features, index of the visual, tokens to keep, those that
+#: are kept first).
 DROPPERS: dict[str, Callable[..., np.ndarray]] = {
     'divprune': _divprune, 'dart': _dart, 'fastv': _fastv}

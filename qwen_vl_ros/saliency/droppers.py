@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 
-def divprune(merged: Tensor, count: int) -> np.ndarray | Tensor:
+def divprune(merged: Tensor, count: int, always: Tensor | None = None
+             ) -> np.ndarray | Tensor:
     """
     Keep tokens that are as unlike one another as possible (DivPrune, arXiv 2503.02175).
 
@@ -20,6 +21,8 @@ def divprune(merged: Tensor, count: int) -> np.ndarray | Tensor:
 
     :param merged: merged tokens [n, width], or a batch [B, n, width].
     :param count: tokens to keep, 1 to n.
+    :param always: bool [n] on the same device: kept first, at most ``count``; the others are then
+        as unlike these.
     :return: bool [n] in numpy, or of a batch [B, n] on its device.
     """
     tokens = merged if merged.dim() == 3 else merged[None]
@@ -31,7 +34,11 @@ def divprune(merged: Tensor, count: int) -> np.ndarray | Tensor:
     rows = torch.arange(len(tokens), device=merged.device)
     keep = torch.zeros(tokens.shape[:2], dtype=torch.bool, device=merged.device)
     nearest = torch.full_like(distance[:, 0], torch.inf)
-    for number in range(count):
+    first = 0 if always is None else int(always.sum())
+    if always is not None and first:
+        keep |= always
+        nearest = distance[:, always].amin(1)
+    for number in range(first, count):
         if number:
             index = nearest.masked_fill(keep, -1).argmax(1)
         keep[rows, index] = True
@@ -39,7 +46,8 @@ def divprune(merged: Tensor, count: int) -> np.ndarray | Tensor:
     return keep if merged.dim() == 3 else keep[0].cpu().numpy()
 
 
-def dart(merged: Tensor, count: int, pivots: int = 8) -> np.ndarray | Tensor:
+def dart(merged: Tensor, count: int, pivots: int = 8, always: Tensor | None = None
+         ) -> np.ndarray | Tensor:
     """
     Drop duplicates of a few pivots (DART, arXiv 2502.11494).
 
@@ -48,6 +56,7 @@ def dart(merged: Tensor, count: int, pivots: int = 8) -> np.ndarray | Tensor:
     :param merged: tokens at the input of the layer where they are dropped, [n, width] or a batch
         [B, n, width].
     :param count: tokens to keep, 1 to n.
+    :param always: as for :func:`divprune`.
     :return: as :func:`divprune`.
     """
     tokens = merged if merged.dim() == 3 else merged[None]
@@ -55,22 +64,32 @@ def dart(merged: Tensor, count: int, pivots: int = 8) -> np.ndarray | Tensor:
     width = tokens.shape[-1]
     alike = _cosine(tokens, tokens.gather(1, chosen[..., None].expand(-1, -1, width))).amax(2)
     alike.scatter_(1, chosen, -torch.inf)
-    keep = _best(-alike, count)
+    keep = _best(_first(-alike, always), count)
     return keep if merged.dim() == 3 else keep[0].cpu().numpy()
 
 
-def fastv(scores: Tensor, count: int) -> np.ndarray | Tensor:
+def fastv(scores: Tensor, count: int, always: Tensor | None = None) -> np.ndarray | Tensor:
     """
     Keep the tokens that the last prompt token attends to most (FastV, arXiv 2403.06764).
 
     :param scores: attention from the last token to each visual token, mean of heads, [n] or
         [B, n]; computed on the side for that one row (:func:`last_row_attention`).
     :param count: tokens to keep.
+    :param always: as for :func:`divprune`.
     :return: as :func:`divprune`.
     """
+    scores = _first(scores, always)
     if scores.dim() == 2:
         return _best(scores, count)
     return _best(scores[None], count)[0].cpu().numpy()
+
+
+def _first(scores: Tensor, always: Tensor | None) -> Tensor:
+    """Raise the tokens of ``always`` above all others; a pivot of DART stays below them."""
+    if always is None:
+        return scores
+    largest = torch.finfo(scores.dtype).max
+    return scores.clamp(max=largest).masked_fill(always, torch.inf)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import cv2
 import numpy as np
+
+LOG = logging.getLogger(__name__)
 
 #: The floor ahead in the picture of a camera that looks forward from a robot, in shares of width
 #: and height: as wide as the lower half's middle, up to where the floor ends for most mountings.
 CORRIDOR = ((0.18, 1.0), (0.43, 0.45), (0.57, 0.45), (0.82, 1.0))
 
 Region = Callable[[int, int], np.ndarray]
+
+#: Units of regions and pictures that exceeded a budget and were told of.
+_told: set[tuple[int, int]] = set()
+
+
+def with_region(budget: int, always: np.ndarray, slices: int) -> int:
+    """
+    Return how many units are kept of a picture with a region: the budget, or the region alone.
+
+    A region over the budget is logged, once for each size of region and picture.
+
+    :param budget: units that the ratio allows.
+    :param always: bool [rows, columns] kept in each of ``slices``.
+    """
+    held, units = int(always.sum()) * slices, always.size * slices
+    if held > budget and (held, units) not in _told:
+        _told.add((held, units))
+        LOG.warning('the region that is always kept holds %d of %d units, more than the budget '
+                    'of %d: it alone is kept', held, units, budget)
+    return max(budget, held)
 
 
 def parse_region(text: str) -> Region | None:

@@ -18,6 +18,7 @@ import numpy as np
 from qwen_vl_ros.engine.patches import Grid
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.saliency.gradient import contrast, gradient_magnitude
+from qwen_vl_ros.saliency.region import Region, with_region
 
 #: A signal: (frames, one for each slice; rows; columns; question) -> float32 [T, rows, columns].
 Signal = Callable[[Sequence[Frame], int, int, str], np.ndarray]
@@ -65,7 +66,7 @@ class UnitSelector:
                                                                   'gradient': 0.5})
     signals: Mapping[str, Signal] = field(default_factory=lambda: SIGNALS, repr=False)
     min_units: int = 8
-    always: Callable[[int, int], np.ndarray] | None = None
+    always: Region | None = None
     spread: float = 0.25
 
     def __post_init__(self) -> None:
@@ -138,7 +139,7 @@ def top_units(values: np.ndarray, ratio: float, *, least: int = 1,
     scores = values.reshape(t, -1).astype(np.float64)
     if always is not None:
         scores = np.where(always.reshape(1, -1), np.inf, scores)
-        count = max(count, int(always.sum()) * t)
+        count = with_region(count, always, t)
     # The best unit of each slice, so that no slice falls out of the prompt.
     scores[np.arange(t), scores.argmax(1)] = np.inf
     keep = np.zeros(values.size, bool)
@@ -162,14 +163,20 @@ def threshold_keep(values: np.ndarray, threshold: float = 0.3) -> np.ndarray:
     return (flat - low) / (high - low) >= threshold
 
 
-def random_keep(seed: int = 0) -> Callable[[Sequence[Frame], Grid, float, str], np.ndarray]:
-    """Return a selector that keeps random units (PatchDropout at inference), new for each call."""
+def random_keep(seed: int = 0, always: Region | None = None
+                ) -> Callable[[Sequence[Frame], Grid, float, str], np.ndarray]:
+    """
+    Return a selector that keeps random units (PatchDropout at inference), new for each call.
+
+    :param always: units that are kept first.
+    """
     rng = np.random.default_rng(seed)
 
     def choose(frames: Sequence[Frame], grid: Grid, ratio: float, question: str = ''
                ) -> np.ndarray:
         t, rows, columns = grid[0], grid[1] // 2, grid[2] // 2
-        return top_units(rng.random((t, rows, columns)).astype(np.float32), ratio)
+        return top_units(rng.random((t, rows, columns)).astype(np.float32), ratio,
+                         always=None if always is None else always(rows, columns))
     return choose
 
 

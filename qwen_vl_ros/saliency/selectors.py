@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from qwen_vl_ros.engine.patches import Grid, uniform_keep
+from qwen_vl_ros.engine.patches import Grid, spread_rank, uniform_keep
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.saliency.gradient import gradient_magnitude
 from qwen_vl_ros.saliency.region import Region
@@ -18,6 +19,7 @@ from qwen_vl_ros.saliency.select import (
     random_keep,
     slice_frames,
     threshold_keep,
+    top_units,
 )
 
 Choose = Callable[[Sequence[Frame], Grid, float, str], np.ndarray]
@@ -38,20 +40,22 @@ def make_selector(name: str, seed: int = 0, *, model: str | Path = '', head: str
 
     :param name: one of :data:`NAMES`. 'auto' takes the head where the checkpoint has one, else
         'saliency' (contrast and gradient); 'next_frame' joins the same with what the last answer
-        leaned on; those of :data:`AFTER` give the uniform grid, which is not asked.
+        leaned on; those of :data:`AFTER` give the uniform grid, which is not asked but holds the
+        region for :func:`after_merger.drop_after_merger`.
     :param seed: of 'random'.
     :param model: folder of the checkpoint, beside whose weights the head lies.
     :param head: another place of the head.
     :param min_units: fewest units kept a slice.
-    :param always: units that are kept whatever they show.
+    :param always: units that are kept whatever they show: first, then the best others up to the
+        budget.
     :raises ValueError: another name, or a head that is missing or broken.
     """
     if name in ('uniform', *AFTER):
-        return _with_region(uniform_keep, always)
+        return uniform_keep if always is None else UniformWithRegion(always)
     if name == 'random':
-        return _with_region(random_keep(seed), always)
+        return random_keep(seed, always)
     if name == 'threshold':
-        return _with_region(fixed_threshold, always)
+        return ThresholdSelector(always)
     if name in SIGNALS:
         return UnitSelector({name: 1.0}, min_units=min_units, always=always)
     if name == 'saliency':
@@ -77,26 +81,50 @@ def _head(model: str | Path, head: str | Path, min_units: int, always: Region | 
     return UnitSelector({'head': 1.0}, {'head': signal}, min_units, always, spread=0.0)
 
 
-def fixed_threshold(frames: Sequence[Frame], grid: Grid, ratio: float, question: str = ''
-                    ) -> np.ndarray:
+@dataclass(frozen=True)
+class UniformWithRegion:
     """
-    Keep what is above 0.3 of the normalised gradient map, however much that is.
+    Keeps a region, and units spread evenly over the rest of the budget, whatever they show.
 
-    :param ratio: not looked at: a threshold is no budget (see :func:`threshold_keep`).
+    :param always: the region; droppers after the merger read it here.
     """
-    t, rows, columns = grid[0], grid[1] // 2, grid[2] // 2
-    values = gradient_magnitude(slice_frames(frames, t), rows, columns)
-    keep = threshold_keep(values).reshape(t, -1)
-    keep[np.arange(t), values.reshape(t, -1).argmax(1)] = True
-    return keep.reshape(-1)
+
+    always: Region
+
+    def __call__(self, frames: Sequence[Frame], grid: Grid, ratio: float, question: str = ''
+                 ) -> np.ndarray:
+        """Choose units; see :class:`saliency.select.UnitSelector`."""
+        t, rows, columns = grid[0], grid[1] // 2, grid[2] // 2
+        rank = -spread_rank(rows, columns).reshape(1, rows, columns).repeat(t, 0)
+        return top_units(rank, ratio, always=self.always(rows, columns))
 
 
-def _with_region(choose: Choose, always: Region | None) -> Choose:
-    if always is None:
-        return choose
+@dataclass(frozen=True)
+class ThresholdSelector:
+    """
+    Keeps what is above 0.3 of the normalised gradient map, however much that is.
 
-    def chosen(frames: Sequence[Frame], grid: Grid, ratio: float, question: str = ''
-               ) -> np.ndarray:
-        region = always(grid[1] // 2, grid[2] // 2).reshape(-1)
-        return choose(frames, grid, ratio, question) | np.tile(region, grid[0])
-    return chosen
+    :param always: a region that is kept besides.
+    """
+
+    always: Region | None = None
+
+    def saliency(self, frames: Sequence[Frame], rows: int, columns: int, question: str = ''
+                 ) -> np.ndarray:
+        """Return the map, float32 [T, rows, columns]; the question is not looked at."""
+        return gradient_magnitude(frames, rows, columns)
+
+    def __call__(self, frames: Sequence[Frame], grid: Grid, ratio: float, question: str = ''
+                 ) -> np.ndarray:
+        """
+        Choose units.
+
+        :param ratio: not looked at: a threshold is no budget (see :func:`threshold_keep`).
+        """
+        t, rows, columns = grid[0], grid[1] // 2, grid[2] // 2
+        values = self.saliency(slice_frames(frames, t), rows, columns, question)
+        keep = threshold_keep(values).reshape(t, -1)
+        keep[np.arange(t), values.reshape(t, -1).argmax(1)] = True
+        if self.always is not None:
+            keep |= self.always(rows, columns).reshape(1, -1)
+        return keep.reshape(-1)

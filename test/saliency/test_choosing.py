@@ -18,8 +18,9 @@ from qwen_vl_ros.saliency.after_merger import DROPPERS, drop_after_merger
 from qwen_vl_ros.saliency.answering import FULL_FRAME, REGION, Fewer, answer
 from qwen_vl_ros.saliency.controller import LADDER, LatencyController
 from qwen_vl_ros.saliency.picture import explain
-from qwen_vl_ros.saliency.region import parse_region
+from qwen_vl_ros.saliency.region import _told, parse_region
 from qwen_vl_ros.saliency.roi import Window, best_window, overview_and_crop
+from qwen_vl_ros.saliency.select import budget
 from qwen_vl_ros.saliency.selectors import BEFORE, make_selector
 
 TINY = Path(__file__).parents[2] / 'models' / 'tiny'
@@ -68,6 +69,29 @@ def test_the_region_is_kept_by_every_selector(name):
     frames = frames_of(next(items('path', 'test', 1)))
     keep = make_selector(name, always=region)(frames, (1, 24, 32), 0.11, 'Is the path blocked?')
     assert keep.reshape(12, 16)[region(12, 16)].all() and not keep.all()
+
+
+@pytest.mark.parametrize('name', sorted(set(BEFORE) - {'head', 'threshold'}))
+def test_a_region_is_part_of_the_budget_under_every_selector(name):
+    region = parse_region('corridor')
+    still, clip = (frames_of(next(items(f, 'test', 1))) for f in ('path', 'change'))
+    choose = make_selector(name, always=region)
+    assert choose(still, (1, 24, 32), 0.33, 'Is it?').sum() == budget(192, 0.33) == 72
+    keep = choose(clip, (2, 24, 32), 0.33, 'What moved?').reshape(2, 12, 16)
+    assert keep.sum() == budget(384, 0.33) and keep[:, region(12, 16)].all()
+
+
+def test_a_region_over_the_budget_is_kept_alone_and_said_once(caplog):
+    region = parse_region('0,0 1,0 1,0.5 0,0.5 0,0.49')
+    held = int(region(12, 16).sum())
+    _told.clear()
+    for _ in range(3):
+        keep = make_selector('saliency', always=region)(
+            frames_of(next(items('path', 'test', 1))), (1, 24, 32), 0.2, 'Is it?')
+        assert (keep.reshape(12, 16) == region(12, 16)).all()
+    said, = (r.getMessage() for r in caplog.records)
+    assert said.startswith(f'the region that is always kept holds {held} of 192 units, more than '
+                           'the budget of 48')
 
 
 # Controller
@@ -167,6 +191,22 @@ def test_the_decoder_gets_the_encoders_tokens_of_the_whole_picture(engine, name)
     before, = engine_plan(engine, Request(item.question.text, (Visual(
         request.visuals[0].frames, keep),)))
     assert before.key != visual.key
+
+
+@pytest.mark.parametrize('name', sorted(DROPPERS))
+def test_a_dropper_keeps_the_region_first(engine, name):
+    region = parse_region('corridor')
+    regioned = Engine.load(str(TINY), device='cpu', selector=make_selector(name, always=region))
+    for family, slices in (('relation', 1), ('change', 2)):
+        request = request_of(next(items(family, 'test', 1)), 0.33)
+        keep = drop_after_merger(regioned, request, name).visuals[0].keep
+        assert keep.reshape(slices, 12, 16)[:, region(12, 16)].all()
+        assert keep.sum() == budget(192 * slices, 0.33) != region(12, 16).sum() * slices
+        plain = drop_after_merger(engine, request, name).visuals[0].keep
+        assert not plain.reshape(slices, 12, 16)[:, region(12, 16)].all()
+        got = done(answer(regioned, request, fewer=Fewer(dropper=name)))
+        assert got.kept_units[0][region(12, 16)].all()
+    regioned.close()
 
 
 def engine_plan(engine, request):

@@ -26,6 +26,24 @@ def test_dart_drops_what_resembles_a_pivot():
     assert dart(merged, 2, pivots=8).sum() == 2
 
 
+def test_what_is_always_kept_comes_first_and_counts():
+    always = torch.zeros(12, dtype=torch.bool)
+    always[[3, 4]] = True
+    merged = torch.eye(4).repeat_interleave(3, 0)
+    keep = divprune(merged, 4, always)
+    # Two of the direction that the region holds, and the others as unlike it as can be.
+    assert keep[3] and keep[4] and keep.sum() == 4 and len(set(np.flatnonzero(keep) // 3)) == 3
+    scores = torch.arange(12.0)
+    assert np.flatnonzero(fastv(scores, 4, always)).tolist() == [3, 4, 10, 11]
+    assert np.flatnonzero(fastv(scores, 2, always)).tolist() == [3, 4]
+    # Pivots, of the largest norm, are kept next.
+    merged[11] *= 9
+    kept = np.flatnonzero(dart(merged, 3, 1, always)).tolist()
+    assert kept == [3, 4, 11]
+    batch = torch.stack((merged, merged.flip(0)))
+    assert divprune(batch, 5, always)[:, always].all()
+
+
 def test_fastv_reads_one_row_of_attention():
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(4, 8, generator=generator)
