@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ from qwen_vl_ros.share import share, use_large_data_profile
 
 #: What is left running after so many seconds is left behind.
 END_S = 2.0
+
+#: Seconds that askers of questions under way have to be told how they ended, and in which the
+#: responses leave that the executor has made by then.
+TELL_S, LEAVE_S = 1.0, 0.2
 
 
 class Ended(BaseException):
@@ -101,7 +106,7 @@ def main(args: Sequence[str] | None = None, load: Any = load_engine) -> int:
     from qwen_vl_ros.node.guard import guard_services
     from qwen_vl_ros.node.node import QwenVlNode
 
-    ending = threading.Event()
+    ending, told = threading.Event(), threading.Event()
 
     def on_signal(number: int, stack: Any) -> None:
         first = not ending.is_set()
@@ -133,7 +138,7 @@ def main(args: Sequence[str] | None = None, load: Any = load_engine) -> int:
     executor = SingleThreadedExecutor()
     executor.add_node(node)
     spinning = threading.Thread(
-        target=_spin, args=(executor, node.get_logger(), ending), name='executor', daemon=True)
+        target=_spin, args=(executor, node.get_logger(), told), name='executor', daemon=True)
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, on_signal)
@@ -146,7 +151,7 @@ def main(args: Sequence[str] | None = None, load: Any = load_engine) -> int:
         pass
     parts = [node, executor]
     del node, executor, handler
-    _end(parts, spinning, rclpy.shutdown)
+    _end(parts, spinning, told, rclpy.shutdown)
     sys.stdout.flush()
     sys.stderr.flush()
     # Interpreter shutdown would wait for (or crash in) a thread that is still inside the engine.
@@ -160,29 +165,37 @@ def _autostart(node: Any) -> None:
         node.trigger_activate()
 
 
-def _spin(executor: Any, logger: Any, ending: threading.Event) -> None:
+def _spin(executor: Any, logger: Any, told: threading.Event) -> None:
     """Run callbacks; an exception in one is logged and the next is run."""
-    while not ending.is_set():
+    while not told.is_set():
         try:
             executor.spin_once(timeout_sec=0.5)
         except Exception as error:
-            if not ending.is_set():
+            if not told.is_set():
                 logger.error(f'a callback failed: {type(error).__name__}: {error}',
                              throttle_duration_sec=1.0)
 
 
-def _end(parts: list[Any], spinning: threading.Thread, shutdown: Any) -> None:
+def _end(parts: list[Any], spinning: threading.Thread, told: threading.Event,
+         shutdown: Any) -> None:
     """
     Close everything in order; a thread that does not come home does not hold the process.
 
     :param parts: node and executor; emptied here, so that nothing keeps them alive: others only
         learn that the node has gone when its last reference is.
+    :param told: ends ``spinning``: set when askers of questions under way have been answered.
     """
     finished = threading.Event()
 
     def close() -> None:
         node, executor = parts
         parts.clear()
+        node.end_questions()
+        patience = time.monotonic() + TELL_S
+        while node.asking and spinning.is_alive() and time.monotonic() < patience:
+            time.sleep(0.01)
+        time.sleep(LEAVE_S)
+        told.set()
         executor.wake()
         spinning.join(END_S)
         node.close()
@@ -195,7 +208,7 @@ def _end(parts: list[Any], spinning: threading.Thread, shutdown: Any) -> None:
         finished.set()
 
     threading.Thread(target=close, name='close', daemon=True).start()
-    finished.wait(END_S + 0.5)
+    finished.wait(TELL_S + 2 * END_S)
 
 
 if __name__ == '__main__':

@@ -70,6 +70,8 @@ class QwenVlNode(LifecycleNode):
         room = self.create_guard_condition(self._ask_due)
         self._continuous = ContinuousMode(self._start, self.get_logger().debug, room.trigger)
         self._goals: dict[bytes, Job] = {}
+        #: Goals and calls of services that have no result yet.
+        self.asking = 0
         self._numbers = itertools.count(1)
         self._run_id = f'{time.time_ns() // 10**6 & 0xFFFFFF:06x}'
         self._statistics = diagnostics.Statistics()
@@ -221,6 +223,13 @@ class QwenVlNode(LifecycleNode):
             self._perception = None
         self.state = 'unconfigured'
 
+    def end_questions(self, timeout_s: float = 0.5) -> None:
+        """End all questions for good; the executor still has to tell their askers."""
+        with self._switching:
+            self.state = 'finalized'
+            if self._perception is not None:
+                self._perception.stop('the node was shut down', timeout_s)
+
     def close(self) -> None:
         """End questions and cameras for good; the last call before the node is destroyed."""
         with self._switching:
@@ -237,23 +246,11 @@ class QwenVlNode(LifecycleNode):
         :param make: makes it, given its id.
         :raises EngineError: why it is refused.
         """
-        question = None
-        try:
-            if self._perception is None or self.state != 'active':
-                raise EngineError(
-                    ErrorCode.INACTIVE, f'the node is {self.state}; activate it first')
-            question = make(f'{self._run_id}-{next(self._numbers)}')
-
-            def listener(job: Job, event: Queued | Stage | Delta | Outcome) -> None:
-                self._on_event(job, event, watch)
-
-            job = Job(question, listener)
-            self._perception.requests.submit(job)
-        except EngineError:
-            # A standing question is only put off.
-            if question is None or question.source != 'continuous':
-                self._statistics.refused()
-            raise
+        if self._perception is None or self.state != 'active':
+            raise EngineError(ErrorCode.INACTIVE, f'the node is {self.state}; activate it first')
+        job = Job(make(f'{self._run_id}-{next(self._numbers)}'),
+                  lambda job, event: self._on_event(job, event, watch))
+        self._perception.requests.submit(job)
         return job
 
     def _on_event(self, job: Job, event: Queued | Stage | Delta | Outcome, watch: Watch) -> None:
@@ -286,10 +283,15 @@ class QwenVlNode(LifecycleNode):
         try:
             job = self._start(make, both)
         except EngineError as error:
+            self._statistics.refused()
             return None, Outcome(error.code, error.message)
-        if started is not None:
-            started(job)
-        return job, await ended
+        self.asking += 1
+        try:
+            if started is not None:
+                started(job)
+            return job, await ended
+        finally:
+            self.asking -= 1
 
     async def _on_ask(self, request: Ask.Request, response: Ask.Response) -> Ask.Response:
         job, outcome = await self._answer(
@@ -343,6 +345,7 @@ class QwenVlNode(LifecycleNode):
         try:
             self._start(make, lambda job, event: None)
         except EngineError as error:
+            self._statistics.refused()
             refused = Job(make(''), lambda job, event: None)
             self.publications.refused(refused, Outcome(error.code, error.message))
 

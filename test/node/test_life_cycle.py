@@ -113,6 +113,23 @@ def test_signals_end_an_idle_and_a_busy_node(start_node, client, number):
         assert 'Traceback' not in program.output and 'rror' not in program.output, program.output
 
 
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_gives_every_goal_and_call_its_result(start_node, client, number):
+    program = start_node(max_image_age_s=0.0)
+    feedback, good = [], Image(width=2, height=2, step=6, encoding='rgb8', data=bytes(12))
+    goals = [client.send_goal('words=1000 delay=0.05', feedback, images=[good])]
+    goals += [client.send_goal('words=1', images=[good]) for _ in range(2)]
+    results = [goal.get_result_async() for goal in goals]
+    called = client.future(Ask, '/qwen_vl/ask', Ask.Request(question='words=1'))
+    client.await_status('inference', lambda level, message, values: values['queue_depth'] == '3')
+    wait_for(lambda: len(feedback) > 2)
+    code, _ = program.end(number)
+    assert code == 0 and 'Traceback' not in program.output, program.output
+    wait_for(lambda: called.done() and all(result.done() for result in results), 5.0)
+    for result in [called.result(), *(result.result().result for result in results)]:
+        assert result.error_code == CODES.INACTIVE and 'shut down' in result.error_msg
+
+
 def test_sigint_during_a_slow_load(programs):
     program = programs('-c', (
         f"import sys, time; sys.path.insert(0, '{HERE}')\n"
