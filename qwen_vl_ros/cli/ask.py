@@ -76,7 +76,12 @@ def run(args: argparse.Namespace) -> int:
     """Answer; 1 when the question failed."""
     if bool(args.pictures) == bool(args.bag):
         raise CliError('name either picture files or --bag BAG')
+    if args.explain and args.explain.suffix.lower() != '.png':
+        raise CliError(f'--explain {args.explain}: expected a file name that ends in .png')
     check_writable(args.explain)
+    if args.roi > 0 and (args.clip or len(args.pictures) > 1 or len(set(args.topic)) > 1):
+        raise CliError('--roi is for a question about one still; expected one picture, or one '
+                       '--topic of a bag, without --clip')
     if args.bag:
         visuals = from_bag(args.bag, args.topic, args.at)
     else:

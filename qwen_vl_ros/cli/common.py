@@ -168,22 +168,50 @@ def load_engine(args: argparse.Namespace) -> Engine:
         import torch
 
         torch.set_num_threads(args.threads)
+    selector = make_chosen(args, path)
     from qwen_vl_ros.engine.engine import Engine
-    from qwen_vl_ros.saliency.region import parse_region
-    from qwen_vl_ros.saliency.selectors import make_selector
 
     try:
-        # eval makes its own masks for 'oracle'.
-        known = args.command == 'eval' and args.select == 'oracle'
-        selector = make_selector(
-            'uniform' if known else args.select, args.seed, model=path, head=args.head,
-            always=parse_region(args.keep_region))
+        return Engine.load(
+            str(path), device=args.device, dtype=args.dtype, quantization=args.quantization,
+            max_context=args.max_context, min_pixels=args.min_pixels, max_pixels=args.max_pixels,
+            allow_download=args.allow_download, selector=selector)
     except ValueError as error:
-        raise CliError(f'--select: {error}') from error
-    return Engine.load(
-        str(path), device=args.device, dtype=args.dtype, quantization=args.quantization,
-        max_context=args.max_context, min_pixels=args.min_pixels, max_pixels=args.max_pixels,
-        allow_download=args.allow_download, selector=selector)
+        # A head of another checkpoint is seen when it is bound to this one.
+        raise CliError(f'{_head_option(args)}: {error}') from error
+
+
+def make_chosen(args: argparse.Namespace, model: str | Path) -> Any:
+    """
+    Return the selector that ``--select``, ``--head``, ``--keep-region`` and ``--seed`` name.
+
+    :raises CliError: names the option that cannot be used.
+    """
+    from qwen_vl_ros.saliency.region import parse_region
+    from qwen_vl_ros.saliency.selectors import NAMES, make_selector
+
+    # eval makes its own masks for 'oracle'.
+    known = args.command == 'eval' and args.select == 'oracle'
+    if not known and args.select not in NAMES:
+        raise CliError(f"--select: selector '{args.select}' is not one of {', '.join(NAMES)}")
+    if known and args.keep_region:
+        raise CliError('--keep-region: the masks of --select oracle know no region')
+    try:
+        always = parse_region(args.keep_region)
+    except ValueError as error:
+        raise CliError(f'--keep-region: {error}') from error
+    if args.head and not Path(args.head).is_file():
+        raise CliError(f'--head: {args.head} is no file')
+    try:
+        return make_selector('uniform' if known else args.select, args.seed, model=model,
+                             head=args.head, always=always)
+    except ValueError as error:
+        raise CliError(f'{_head_option(args)}: {error}') from error
+
+
+def _head_option(args: argparse.Namespace) -> str:
+    """Return the option that a head which cannot be used came from."""
+    return '--head' if args.head else f'--select {args.select}'
 
 
 def model_dict(engine: Engine) -> dict[str, Any]:

@@ -5,6 +5,8 @@ first, and the way back to the full frame.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +19,8 @@ from qwen_vl_ros.engine.types import Answer, Delta, Done, Event, Request, Visual
 from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.saliency.roi import Window, best_window, overview_and_crop
 from qwen_vl_ros.saliency.select import UnitSelector
+
+LOG = logging.getLogger(__name__)
 
 #: How an answer is labelled that was given about the full frame after all.
 FULL_FRAME = 'full_frame_after_low_margin'
@@ -34,6 +38,7 @@ class Fewer:
         full frame is asked about; 0 never does.
     :param region: share of a still's area that is shown at full resolution, beside an overview of
         a sixth of its tokens; 0 shows the picture itself. Approximate, and places are mapped back.
+        Clips and several pictures are shown as they are, which is logged once.
     """
 
     dropper: str = ''
@@ -58,7 +63,10 @@ def answer(
     """
     timeline = timeline or Timeline(request.request_id)
     asked, window, grid = request, None, (1, 1)
-    if fewer.region > 0 and len(request.visuals) == 1 and len(request.visuals[0].frames) == 1:
+    still = len(request.visuals) == 1 and len(request.visuals[0].frames) == 1
+    if fewer.region > 0 and request.visuals and not still:
+        _say_no_region()
+    if fewer.region > 0 and still:
         asked, window, grid = _region_first(engine, request, fewer.region, timeline)
     elif fewer.dropper and request.keep_ratio < 1:
         # Imports torch, which a node that drops nothing has no need of here.
@@ -86,6 +94,12 @@ def answer(
         if isinstance(event, Done):
             event = Done(_labelled(event.answer, FULL_FRAME))
         yield event
+
+
+@functools.cache
+def _say_no_region() -> None:
+    LOG.warning('a region of interest is shown of one still alone; questions about clips or '
+                'several pictures are answered without it')
 
 
 def _sure(event: Delta | Done, least: float) -> bool:

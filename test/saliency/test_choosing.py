@@ -15,7 +15,7 @@ from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.roboscene.evaluate import frames_of
 from qwen_vl_ros.roboscene.items import items
 from qwen_vl_ros.saliency.after_merger import DROPPERS, drop_after_merger
-from qwen_vl_ros.saliency.answering import FULL_FRAME, REGION, Fewer, answer
+from qwen_vl_ros.saliency.answering import FULL_FRAME, REGION, Fewer, _say_no_region, answer
 from qwen_vl_ros.saliency.controller import LADDER, LatencyController
 from qwen_vl_ros.saliency.picture import explain
 from qwen_vl_ros.saliency.region import _told, parse_region
@@ -271,3 +271,54 @@ def test_ask_writes_the_explanation(tmp_path):
     shown = cv2.imread(str(out))
     assert shown.shape == (336, 896, 3)
     assert main([*words[:-1], str(tmp_path / 'no' / 'why.png')]) == 2
+
+
+@pytest.fixture
+def scene(tmp_path):
+    item = next(items('attribute', 'test', 1))
+    cv2.imwrite(str(tmp_path / 'scene.png'), frames_of(item)[0].rgb()[..., ::-1])
+    return str(tmp_path / 'scene.png')
+
+
+@pytest.mark.parametrize(('words', 'expected'), [
+    (('--keep-region', 'path'), "ask: --keep-region: 'path' of the region"),
+    (('--head', '/nowhere/head'), 'ask: --head: /nowhere/head is no file'),
+    (('--head', __file__), f'ask: --head: {__file__} cannot be read as a saliency head'),
+    (('--select', 'magic'), "ask: --select: selector 'magic' is not one of auto"),
+    (('--explain', 'x.jpgg'), 'ask: --explain x.jpgg: expected a file name that ends in .png'),
+    (('--roi', '0.3', '--clip'), 'ask: --roi is for a question about one still')])
+def test_the_option_that_cannot_be_used_is_named(scene, words, expected, capsys):
+    from qwen_vl_ros.cli.main import main
+    assert main(['ask', 'What is it?', scene, '--keep-ratio', '0.3', *words]) == 2
+    said = capsys.readouterr().err
+    assert expected in said and said.count('\n') == 1
+
+
+def test_a_head_of_another_checkpoint_is_one_line(scene, tmp_path, capsys):
+    from qwen_vl_ros.cli.main import main
+    from qwen_vl_ros.saliency.head import SaliencyHead
+    head = tmp_path / 'other.safetensors'
+    SaliencyHead(32, width=16, stem=8).save(head, {})
+    assert main(['ask', 'What is it?', scene, '--head', str(head)]) == 2
+    said = capsys.readouterr().err
+    assert 'ask: --head: the saliency head reads embeddings of width 32' in said
+    assert 'Traceback' not in said
+
+
+def test_a_threshold_is_explained_with_its_map(scene, tmp_path):
+    from qwen_vl_ros.cli.main import main
+    out = tmp_path / 'why.png'
+    for name, width in (('threshold', 896), ('uniform', 448)):
+        assert main(['ask', 'What is it?', scene, '--keep-ratio', '0.3', '--select', name,
+                     '--explain', str(out)]) == 0
+        assert cv2.imread(str(out)).shape == (336, width, 3)
+
+
+def test_a_clip_is_answered_without_the_region_of_interest_and_that_is_said(engine, caplog):
+    _say_no_region.cache_clear()
+    request = request_of(next(items('change', 'test', 1)))
+    for _ in range(2):
+        got = done(answer(engine, request, fewer=Fewer(region=0.3)))
+        assert REGION not in got.approximate
+    said, = caplog.records
+    assert 'region of interest is shown of one still alone' in said.getMessage()
