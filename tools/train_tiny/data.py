@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.process import BaseProcess
-from queue import Empty
+from queue import Empty, Full
 from random import Random
 
 import numpy as np
@@ -237,7 +237,15 @@ def _work(queue, seed: int, start: int, stride: int, mixed: Mix) -> None:
             drawn: Batch | str = make_batch(seed, step, mixed)
         except Exception as error:  # handed over: the other side is waiting for this step
             drawn = f'{type(error).__name__}: {error}'
-        queue.put(drawn)
+        while True:
+            try:
+                queue.put(drawn, timeout=5.0)
+                break
+            except Full:
+                trainer = mp.parent_process()
+                if trainer is not None and not trainer.is_alive():
+                    queue.cancel_join_thread()
+                    return  # it was killed: nobody will take this
         step += stride
 
 
