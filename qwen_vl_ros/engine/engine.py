@@ -25,7 +25,7 @@ from qwen_vl_ros.engine.options import ModelInfo, Options, cache_count, check_op
 from qwen_vl_ros.engine.prompt import Prompt, PromptBuilder, Turn, VisualToken
 from qwen_vl_ros.engine.quantize import KINDS, quantize_language
 from qwen_vl_ros.engine.quantize_vision import quantize_vision
-from qwen_vl_ros.engine.running import Running, plan_visuals
+from qwen_vl_ros.engine.running import VISION_QUANTIZATION, Running, plan_visuals
 from qwen_vl_ros.engine.sessions import Sessions
 from qwen_vl_ros.engine.stages import DeviceClock, FeatureCache
 from qwen_vl_ros.engine.tensorrt import choose_engine
@@ -64,7 +64,7 @@ class Engine:
         self.model = Model(checkpoint, options.preprocess, make_hand_over(options, device))
         quantize_language(self.model.language, quantization)
         self.model.decoder = make_decoder(self.model.language)
-        self.vision_engine = self._choose_vision()
+        self.vision_engine, vision_quantization = self._choose_vision()
         self.constraints = Constraints(
             checkpoint.tokenizer, checkpoint.config.language.vocab, self.end_tokens)
         self.sessions = Sessions()
@@ -83,7 +83,10 @@ class Engine:
             vision_weight_bytes=self.model.vision.weight_bytes, min_pixels=options.min_pixels,
             max_pixels=self._within(options.max_pixels), max_context=options.max_context,
             image_processor='pillow bicubic', engine_version=qwen_vl_ros.__version__,
-            load_time_s=time.monotonic() - started)
+            load_time_s=time.monotonic() - started,
+            approximate=tuple(name for name, kind in (
+                ('quantization', quantization), (VISION_QUANTIZATION, vision_quantization))
+                if kind != 'none'))
         # A selector that asks the model, for its words or its gradients.
         bind = getattr(options.selector, 'bind', None)
         if bind is not None:
@@ -247,15 +250,15 @@ class Engine:
         self.info = replace(
             self.info, min_pixels=min_pixels, max_pixels=self._within(max_pixels))
 
-    def _choose_vision(self) -> str:
-        """Let the encoder run as the options say; return what it runs in."""
+    def _choose_vision(self) -> tuple[str, str]:
+        """Let the encoder run as the options say; return what it runs in, and its quantization."""
         options, vision = self.options, self.model.vision
         chosen = choose_engine(
             vision, options.vision_engine, options.max_pixels,
             'int8' if options.vision_quantization == 'int8' else 'fp16')
-        if chosen != 'tensorrt':
-            quantize_vision(vision, options.vision_quantization)
-        return chosen
+        if chosen == 'tensorrt':
+            return chosen, options.vision_quantization
+        return chosen, quantize_vision(vision, options.vision_quantization).name
 
     def _within(self, max_pixels: int) -> int:
         """Return the limit, lowered to the largest picture that the checkpoint was made for."""

@@ -30,6 +30,8 @@ class ModelInfo:
     :param image_processor: the resampler in use; others give slightly different bytes.
     :param engine_version: of this package.
     :param load_time_s: seconds that loading took.
+    :param approximate: options of loading in force that can change answers beyond rounding, by
+        name.
     """
 
     name: str
@@ -45,6 +47,7 @@ class ModelInfo:
     image_processor: str
     engine_version: str
     load_time_s: float
+    approximate: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,9 @@ from qwen_vl_ros.measure.timeline import Timeline
 #: How an answer is labelled whose pictures were encoded in bands, or in part.
 BANDS, DROPPED = 'micro_batch', 'keep_ratio'
 
+#: The one of :attr:`ModelInfo.approximate` that only answers about pictures have.
+VISION_QUANTIZATION = 'vision_quantization'
+
 
 class Shared(Protocol):
     """What requests share: a loaded engine."""
@@ -357,7 +360,8 @@ class Running:
             said, state.reason, tuple(state.ids), state.confidence,
             seen, kept, self.prompt.ids.size, self.timeline, state.margin,
             tuple(v.unit_map for v in self.visuals),
-            tuple(label for label, holds in labels if holds)))
+            (*(name for name in shared.info.approximate if shown or name != VISION_QUANTIZATION),
+             *(label for label, holds in labels if holds))))
 
     def release(self) -> None:
         """Take the sequence out of the decoder."""

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from qwen_vl_ros.node.overlap import Overlap
 from qwen_vl_ros.node.parameters import Settings
 from qwen_vl_ros.node.requests import Job, Outcome
 from qwen_vl_ros.pipeline import CameraCounts, FrameStore
+from qwen_vl_ros.saliency.answering import REGION
 
 OK, WARN = DiagnosticStatus.OK, DiagnosticStatus.WARN
 ERROR, STALE = DiagnosticStatus.ERROR, DiagnosticStatus.STALE
@@ -131,7 +133,8 @@ class Reporter:
                 facts.state, facts.info, facts.load_time_s, facts.load_failure),
             'inference': inference_status(
                 self._statistics, settings, facts.queue_depth, self._peak_gb_s),
-            'pipeline': pipeline_status(facts.overlap)}
+            'pipeline': pipeline_status(
+                facts.overlap, approximate(facts.info, settings, facts.overlap))}
         for camera in facts.cameras:
             if facts.store is None or camera.name not in facts.store.cameras:
                 continue
@@ -204,8 +207,22 @@ def inference_status(statistics: Statistics, settings: Settings, depth: int,
     return OK, 'answering' if statistics.answers else 'idle', values
 
 
-def pipeline_status(overlap: Overlap | None) -> tuple[bytes, str, dict[str, Any]]:
-    """Return level, sentence and values of the status ``pipeline``."""
+def approximate(info: Any, settings: Settings, overlap: Overlap | None) -> tuple[str, ...]:
+    """Return options in force that can change answers, by the names that answers give them."""
+    options = {
+        'micro_batch': overlap is not None and overlap.plan.options.micro_batch < 1,
+        'keep_ratio': settings.pruning_enable and settings.pruning_keep_ratio < 1,
+        REGION: settings.pruning_roi > 0, 'target_latency_ms': settings.target_latency_ms > 0}
+    return (*getattr(info, 'approximate', ()), *(name for name, on in options.items() if on))
+
+
+def pipeline_status(overlap: Overlap | None, changed: Sequence[str] = ()
+                    ) -> tuple[bytes, str, dict[str, Any]]:
+    """
+    Return level, sentence and values of the status ``pipeline``.
+
+    :param changed: see :func:`approximate`.
+    """
     found = overlap.pipeline() if overlap is not None else None
     values = {
         'max_sequences': overlap.plan.options.max_sequences if overlap is not None else 1,
@@ -214,8 +231,7 @@ def pipeline_status(overlap: Overlap | None) -> tuple[bytes, str, dict[str, Any]
         'bubble_ms_per_answer': (
             found.idle_ms / found.answers if found and found.answers else math.nan),
         'decode_waits_share': found.starved_share if found else math.nan,
-        'approximate': (
-            'micro_batch' if overlap is not None and overlap.plan.options.micro_batch < 1 else '')}
+        'approximate': ', '.join(changed)}
     return OK, 'stages overlap' if overlap is not None else 'one question after the other', values
 
 

@@ -104,6 +104,7 @@ def conclude(job: Job, event: Done | EngineError, made: list[Request]) -> Outcom
 
 def outcome_of(job: Job, answer: Answer, request: Request) -> Outcome:
     """Return the outcome of a question that the engine has answered, wholly or in part."""
+    answer = replace(answer, approximate=(*answer.approximate, *job.approximate))
     stopped = job.stopped
     if stopped is None or answer.finish_reason not in ('cancelled', 'deadline'):
         if request.json_schema and not is_json(answer.text):

@@ -155,6 +155,8 @@ class Perception:
                 self._forget = False
                 self.engine.reset_sessions()
             self._latency.target_ms = settings.target_latency_ms
+            if visuals and self._latency.level.cost < 1:
+                job.approximate = ('target_latency_ms',)
             limits = self._pixel_limits(job, settings)
             if limits != self._limits:
                 self.engine.set_pixels(*limits)

@@ -100,6 +100,8 @@ class Job:
         self.deadline_ns = self.timeline.start_ns + int(question.deadline_s * 1e9)
         self.frames: tuple[Frame, ...] = ()
         self.image_age_ns = 0
+        #: What the node does beside the engine that can change the answer; see Answer.
+        self.approximate: tuple[str, ...] = ()
         self.listener_errors = 0
         self._listener = listener
         self._stop: Outcome | None = None

@@ -16,7 +16,7 @@ from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.types import Delta, Stage
 from qwen_vl_ros.node.continuous import ContinuousMode
-from qwen_vl_ros.node.diagnostics import pipeline_status
+from qwen_vl_ros.node.diagnostics import approximate, pipeline_status
 from qwen_vl_ros.node.messages import answer_message
 from qwen_vl_ros.node.parameters import Settings
 from qwen_vl_ros.node.perception import Perception
@@ -259,7 +259,8 @@ def test_micro_batches_below_one_are_labelled(engine):
         cameras=('a',), scheduler_micro_batch=0.5, pruning_min_tokens=1), lambda: NOW)
     core.start()
     core.receive('a', image(0))
-    assert pipeline_status(core.overlap)[2]['approximate'] == 'micro_batch'
+    names = approximate(engine.info, core.settings, core.overlap)
+    assert pipeline_status(core.overlap, names)[2]['approximate'] == 'micro_batch'
     job, events = ask(core, 'what ?', options={'keep_ratio': 0.5})
     wait_for(lambda: events.outcome, 60)
     message = answer_message(job, events.outcome)

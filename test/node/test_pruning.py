@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from qwen_vl_ros.engine.errors import ErrorCode
+from qwen_vl_ros.node.diagnostics import approximate
 from qwen_vl_ros.node.main import load_engine
 from qwen_vl_ros.node.parameters import Settings
 from qwen_vl_ros.node.perception import Perception
@@ -95,6 +96,21 @@ def test_a_latency_target_lowers_shares_and_resolution():
     perception.settings = settings(target_latency_ms=0.0)
     assert ask(perception, item)[0].answer.vision_tokens_kept == 72
     assert perception.engine.options.max_pixels == pixels[0]
+
+
+def test_every_approximate_option_in_force_is_named():
+    wanted = settings(target_latency_ms=0.01, model_quantization='int8')
+    perception = Perception(load_engine(wanted), wanted, lambda: NOW)
+    assert approximate(perception.engine.info, wanted, None) == (
+        'quantization', 'keep_ratio', 'target_latency_ms')
+    item = next(items('number', 'test', 1))
+    outcome, job = ask(perception, item)
+    assert outcome.answer.approximate == ('quantization', 'keep_ratio')
+    for _ in range(5):  # then the controller goes one rung down
+        perception.count(job, outcome)
+    outcome, job = ask(perception, item)
+    assert outcome.answer.approximate == ('quantization', 'keep_ratio', 'target_latency_ms')
+    assert approximate(None, Settings(), None) == ()
 
 
 @pytest.mark.parametrize(('name', 'value', 'expected'), [
