@@ -176,6 +176,26 @@ def test_a_head_is_distilled(tmp_path):
     assert SaliencyHead.load(tmp_path / FILE).shape['text_width'] == 256
 
 
+@pytest.mark.parametrize(('option', 'value', 'expected'), [
+    ('--steps', '0', 'a whole number of at least 1'),
+    ('--steps', '-1', 'a whole number of at least 1'),
+    ('--batch', '0', 'a whole number of at least 1'),
+    ('--limit', '0', 'a whole number of at least 1'),
+    ('--rate', 'nan', 'a finite number over 0'), ('--rate', '0', 'a finite number over 0'),
+    ('--lr', 'nan', 'a finite number over 0'), ('--lr', '7', 'a number over 0 to 1'),
+    ('--layers', '-1', '0 (all) to'), ('--layers', '99', '0 (all) to')])
+def test_arguments_that_cannot_be_distilled_with_are_refused(option, value, expected, tmp_path,
+                                                             capsys):
+    from tools.distil_head.__main__ import parse
+    out = tmp_path / 'out'
+    with pytest.raises(SystemExit) as caught:
+        parse(['--model', str(TINY), '--pictures', str(tmp_path), '--out', str(out),
+               f'{option}={value}'])
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and not out.exists()
+    assert f'argument {option}: ' in said and f'expected {expected}' in said
+
+
 def test_a_head_is_distilled_for_a_checkpoint_of_ones_own(tmp_path, capsys):
     import cv2
 

@@ -15,6 +15,7 @@ that the robot really asks are a start; a tenth of them is set aside and scored.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -29,8 +30,9 @@ from torch import Tensor
 from qwen_vl_ros.cli.ask import read_picture
 from qwen_vl_ros.cli.bag import Bag, BagError
 from qwen_vl_ros.cli.common import CliError
+from qwen_vl_ros.engine.config import load_config
 from qwen_vl_ros.engine.engine import Engine
-from qwen_vl_ros.engine.errors import EngineError
+from qwen_vl_ros.engine.errors import CheckpointError, EngineError
 from qwen_vl_ros.engine.types import Done, Request, Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.pipeline import FrameStore
@@ -152,6 +154,48 @@ def captured(head: SaliencyHead, kept_out: list[Lesson], share: float = 1 / 3) -
     return float(np.mean(found))
 
 
+def _count(text: str) -> int:
+    """Read a whole number from 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f'{text!r}: expected a whole number of at least 1')
+    return value
+
+
+def _positive(text: str) -> float:
+    """Read a finite number over 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f'{text!r}: expected a finite number over 0')
+    return value
+
+
+def _rate(text: str) -> float:
+    """Read a learning rate."""
+    value = _positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f'{text!r}: expected a number over 0 to 1')
+    return value
+
+
+def _layers_fault(model: Path, layers: int) -> str | None:
+    """Return what is wrong with ``--layers`` for a checkpoint; the engine names a bad folder."""
+    try:
+        most = load_config(model).language.layers
+    except CheckpointError:
+        most = None
+    if layers < 0 or (most is not None and layers > most):
+        return (f'argument --layers: {layers}: expected 0 (all) to '
+                f'{most or "the number of decoder layers"}')
+    return None
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; ``--help`` is the manual."""
     p = argparse.ArgumentParser(prog='python -m tools.distil_head', description=__doc__,
@@ -161,19 +205,25 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     source.add_argument('--pictures', type=Path, help='folder of JPEG, PNG or WebP files')
     source.add_argument('--bag', type=Path, help='rosbag2 folder or file')
     p.add_argument('--topic', action='append', default=[], help='image topic of the bag')
-    p.add_argument('--rate', type=float, default=1.0, help='pictures a second of the bag')
+    p.add_argument('--rate', type=_positive, default=1.0,
+                   help='pictures a second of the bag (%(default)s)')
     p.add_argument('--questions', type=Path, help='text file, one question a line')
     p.add_argument('--out', type=Path, help=f'folder that gets {FILE} (default: --model)')
-    p.add_argument('--limit', type=int, default=2000, help='pictures at most (%(default)s)')
+    p.add_argument('--limit', type=_count, default=2000, help='pictures at most (%(default)s)')
     p.add_argument('--layers', type=int, default=0,
                    help='decoder layers that the gradient passes; 0 is all (%(default)s)')
-    p.add_argument('--steps', type=int, default=2000, help='of training (%(default)s)')
-    p.add_argument('--batch', type=int, default=32)
-    p.add_argument('--lr', type=float, default=1e-3)
-    p.add_argument('--max-pixels', type=int, default=512 * 28 * 28)
+    p.add_argument('--steps', type=_count, default=2000, help='of training (%(default)s)')
+    p.add_argument('--batch', type=_count, default=32, help='maps a step (%(default)s)')
+    p.add_argument('--lr', type=_rate, default=1e-3,
+                   help='largest learning rate, over 0 to 1 (%(default)s)')
+    p.add_argument('--max-pixels', type=int, default=512 * 28 * 28,
+                   help='larger pictures are reduced to it (%(default)s)')
     p.add_argument('--device', default='auto')
     args = p.parse_args(argv)
     # Before the work, not after it.
+    fault = _layers_fault(args.model, args.layers)
+    if fault:
+        p.error(fault)
     out = args.out or args.model
     try:
         if args.out:
