@@ -193,8 +193,8 @@ def _end(parts: list[Any], spinning: threading.Thread, told: threading.Event,
         node.end_questions()
         patience = time.monotonic() + TELL_S
         while node.asking and spinning.is_alive() and time.monotonic() < patience:
-            time.sleep(0.01)
-        time.sleep(LEAVE_S)
+            told.wait(0.01)
+        told.wait(LEAVE_S)
         told.set()
         executor.wake()
         spinning.join(END_S)
