@@ -30,7 +30,9 @@ def check_finite(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     for (name, tensor), good in zip(floats.items(), sums):
         if not good and not torch.isfinite(tensor).all():
             count = int((~torch.isfinite(tensor)).sum())
+            hint = 'copy the file again' + (
+                ', or choose bfloat16 or float32, which hold larger values'
+                if tensor.dtype == torch.float16 else '')
             raise CheckpointError(
                 f'{name} in {folder} holds {count} of {tensor.numel()} values that are not finite '
-                f'in {str(tensor.dtype).removeprefix("torch.")}; the file is damaged, or its '
-                'values do not fit this dtype: copy it again, or choose bfloat16 or float32')
+                f'in {str(tensor.dtype).removeprefix("torch.")}: {hint}')
