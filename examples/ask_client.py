@@ -8,8 +8,7 @@ from rclpy.action import ActionClient
 
 
 def main() -> int:
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
+    len(sys.argv) > 1 or sys.exit(__doc__)
     rclpy.init()
     node = rclpy.create_node('ask_client')
     client = ActionClient(node, AnswerQuestion, '/qwen_vl/answer_question')
@@ -35,5 +34,5 @@ def main() -> int:
 if __name__ == '__main__':
     try:
         sys.exit(main())
-    except (KeyboardInterrupt, AttributeError):  # Ctrl-C leaves what was waited for without result
-        sys.exit(130)
+    except (KeyboardInterrupt, Exception) as error:  # a signal ends what is waited for
+        sys.exit(repr(error) if rclpy.ok() and isinstance(error, Exception) else 130)

@@ -181,8 +181,8 @@ class Settings:
         'between, or all. Empty: the first.')
     continuous_rate_hz: float = parameter(
         'continuous.rate_hz', 1.0, LIVE,
-        'Standing questions a second and camera; one is left out while the last is not yet being '
-        'decoded, or without scheduler.overlap while the engine is busy.',
+        'Standing questions a second and camera; one is put off while the last is not yet being '
+        'decoded, or without scheduler.overlap while the engine is busy. Cameras take turns.',
         low=0.01, high=60.0)
     continuous_num_frames: int = parameter(
         'continuous.num_frames', 1, LIVE, 'Frames that the standing question looks at.',

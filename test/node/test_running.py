@@ -1,6 +1,7 @@
 """One node that runs through: live parameters, standing question, a busy engine, sim time."""
 
 import itertools
+import signal
 import threading
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from builtin_interfaces.msg import Time
 from harness import wait_for
-from qwen_vl_msgs.msg import Answer
+from qwen_vl_msgs.msg import Answer, AnswerChunk
 from qwen_vl_msgs.srv import Ask
 from rcl_interfaces.srv import ListParameters
 from rosgraph_msgs.msg import Clock
@@ -123,6 +124,17 @@ def test_the_example_client_streams_and_tells_errors(node, programs):
     assert asking.wait() == 0 and asking.output.endswith('w0 w1 w2 w3\n')
     asking = programs(example, 'what?', 'rear')
     assert asking.wait() == CODES.BAD_REQUEST and "no camera 'rear'" in asking.output
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_example_client_quietly(node, programs, client, number):
+    example = Path(__file__).parents[2] / 'examples' / 'ask_client.py'
+    chunks = client.collect(AnswerChunk, '/qwen_vl/answer_stream')
+    asking = programs(example, 'words=60 delay=0.1')
+    wait_for(lambda: len(chunks) > 2)
+    code, _ = asking.end(number)
+    assert code == 130 and 'Traceback' not in asking.output, asking.output
+    wait_for(lambda: chunks[-1].done)
 
 
 def test_sessions_can_be_reset(node, client):
