@@ -457,8 +457,9 @@ def test_an_interrupt_keeps_what_was_sampled(seconds, tmp_path):
     path = tmp_path / 'sensors.json'
     with subprocess.Popen(
             [sys.executable, '-m', 'qwen_vl_ros.cli.main', 'sensors', '--seconds', seconds,
-             '--json', str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True) as process:
+             '--json', str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            # Who runs the tests in a background job has it ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
         process.stdout.readline()
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
