@@ -1,4 +1,4 @@
-// The instructions of the sm_80 class that this library's kernels are made of.
+// The instructions of the sm_80 class that this library's kernels need beside those of ptx.cuh.
 #ifndef QWEN_VL_CUDA_ENCODER_MMA_CUH_
 #define QWEN_VL_CUDA_ENCODER_MMA_CUH_
 
@@ -7,22 +7,15 @@
 
 #include <cstdint>
 
-namespace qwen_vl {
+#include "ptx.cuh"
 
-__device__ inline uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
+namespace qwen_vl {
 
 // 16 bytes into shared memory, or zeros where there is nothing to read.
 __device__ inline void copy_or_zero(uint32_t to, const void* from, bool there) {
   const int bytes = there ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
-}
-__device__ inline void commit_async() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLeft>
-__device__ inline void wait_async() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
 // Four 8x8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8.
@@ -37,24 +30,6 @@ __device__ inline void load_transposed(uint32_t (&r)[4], uint32_t address) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
                : "memory");
-}
-
-// c[16x8] += a[16x16] * b[16x8].
-__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                __nv_bfloat16) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ inline void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                                __half) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // c[16x8] += a[16x32] * b[32x8], int8 with exact sums.
