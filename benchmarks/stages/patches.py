@@ -113,11 +113,11 @@ def one_size(
     moved = frames[0].data.size + height * width * 3
 
     def work(threads: int) -> dict[str, Callable[[int], object]]:
-        todo: dict[str, Callable[[int], object]] = {
+        ways: dict[str, Callable[[int], object]] = {
             'ours': ours(Patcher(threads), frames), 'copy': copying(frames)}
         for label, process in baselines.items():
-            todo[label] = lambda i, p=process: p(pictures[i % len(pictures)])  # type: ignore[misc]
-        return todo
+            ways[label] = lambda i, p=process: p(pictures[i % len(pictures)])  # type: ignore[misc]
+        return ways
 
     found: list[Record] = []
     for threads in args.threads:

@@ -240,7 +240,7 @@ class NextFrameSelector:
                 return
             try:
                 self._reflect_on(said, self._engine)
-            except (RuntimeError, TypeError, NotImplementedError) as error:
+            except (RuntimeError, TypeError) as error:
                 self._blind = True
                 logging.getLogger(__name__).warning(
                     'no gradient of the answer: %s; next_frame goes by motion alone',
