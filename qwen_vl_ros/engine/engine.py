@@ -276,8 +276,7 @@ class Engine:
     def _answer(self, run: Running) -> Iterator[Event]:
         """Drive a request through its stages, one after the other."""
         state = run.generated
-        run.plan()
-        run.open()
+        self._begin(run)
         if run.looks:
             yield Stage('vision')
         while (look := run.to_encode) is not None and not state.reason:
@@ -294,6 +293,18 @@ class Engine:
             yield Stage('decode')
             yield from self._decode(run)
         yield run.answer()
+
+    def _begin(self, run: Running) -> None:
+        """Plan and open; a GPU encodes the first picture while its content is hashed."""
+        early = run.lay_out()
+        clock = DeviceClock(run.timeline, self.model.device)
+        encoded = None
+        if early is not None and self.model.runs_ahead and not run.stop():
+            encoded = self.model.encode(early, run.timeline, clock)
+        run.plan()
+        run.open(clock)
+        if encoded is not None:
+            run.adopt(*encoded)
 
     def _decode(self, run: Running) -> Iterator[Event]:
         """Choose tokens until the answer ends, yielding the text that became final."""

@@ -58,6 +58,8 @@ class Model:
         self.decoder: Decoder = TorchDecoder(self.language)
         self.device, self.dtype = self.language.device, self.language.dtype
         self.element_size = self.language.embedding.element_size()
+        #: The encoder is at work after its call has returned.
+        self.runs_ahead = self.vision.device.type == 'cuda'
 
     def patches(self, visual: VisualToken, timeline: Timeline) -> Prepared:
         """Do the CPU's part of a visual's preprocessing, on whatever thread; see Offload."""

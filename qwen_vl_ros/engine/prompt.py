@@ -61,6 +61,11 @@ class VisualToken:
         return [int(n) for n in np.bincount(self.units // area, minlength=t)]
 
     @property
+    def glance(self) -> int:
+        """Return a number that equal visuals share, see :attr:`Frame.glance`."""
+        return hash((self.grid, *(frame.glance for frame in self.frames)))
+
+    @property
     def frame_bytes(self) -> int:
         """Return the bytes that the frames hold."""
         return sum(frame.data.nbytes for frame in self.frames)

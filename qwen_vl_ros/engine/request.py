@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
-from qwen_vl_ros.engine.parts import parts_of
 from qwen_vl_ros.engine.patches import Grid, content_key, grid_of
 from qwen_vl_ros.engine.prompt import PromptBuilder, VisualToken
 from qwen_vl_ros.engine.types import Request, Visual
@@ -56,6 +56,17 @@ def plan_visual(
     :param factor: pixels along a side of a unit.
     :raises EngineError: BAD_REQUEST.
     """
+    return named(lay_out(visual, request, selector, limits, factor), visual.variant)
+
+
+def lay_out(
+    visual: Visual, request: Request, selector: Selector, limits: tuple[int, int], factor: int,
+) -> VisualToken:
+    """
+    Do what :func:`plan_visual` says but for the key, which is 0.
+
+    Hashing a frame takes longer than cutting it into patches: meanwhile it can be encoded.
+    """
     if not visual.frames:
         raise EngineError(ErrorCode.BAD_REQUEST, 'a visual without frames; expected at least one')
     grid = grid_of(visual.frames, *limits, factor)
@@ -77,32 +88,20 @@ def plan_visual(
         if keep.all():
             keep = None
     units = None if keep is None else np.flatnonzero(keep)
-    key = content_key(visual.frames, grid, keep)
-    if visual.variant and units is not None:
-        key ^= zlib.crc32(visual.variant.encode()) << 24
-    return VisualToken(grid, len(visual.frames) > 1, key, units, tuple(visual.frames))
+    return VisualToken(grid, len(visual.frames) > 1, 0, units, tuple(visual.frames))
 
 
-def early_visual(
-    request: Request, limits: tuple[int, int], factor: int, micro_batch: float,
-) -> VisualToken | None:
+def named(token: VisualToken, variant: str = '') -> VisualToken:
     """
-    Return a request's first visual without its key, where its size is all that has to be known.
+    Return a visual under its content key.
 
-    Hashing a frame takes longer than cutting it into patches: meanwhile it can be encoded.
-
-    :param limits: as for :func:`plan_visual`, ``factor`` too.
-    :param micro_batch: see :func:`qwen_vl_ros.engine.parts.parts_of`.
-    :return: ``None`` for a frame that has been hashed before (its features may be there), and
-        where units are chosen, or a session may have shown it.
-    :raises EngineError: BAD_REQUEST.
+    :param variant: see :class:`~qwen_vl_ros.engine.types.Visual`.
     """
-    if not request.visuals or micro_batch < 1 or request.keep_ratio < 1 or request.session_id:
-        return None
-    visual = request.visuals[0]
-    known = any('digest' in vars(frame) for frame in visual.frames)
-    if visual.keep is not None or not visual.frames or known:
-        return None
-    grid = grid_of(visual.frames, *limits, factor)
-    token = VisualToken(grid, len(visual.frames) > 1, 0, None, tuple(visual.frames))
-    return token if len(parts_of(token, micro_batch)) == 1 else None
+    keep = None
+    if token.units is not None:
+        keep = np.zeros(token.total, np.bool_)
+        keep[token.units] = True
+    key = content_key(token.frames, token.grid, keep)
+    if variant and keep is not None:
+        key ^= zlib.crc32(variant.encode()) << 24
+    return replace(token, key=key)

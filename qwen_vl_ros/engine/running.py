@@ -28,7 +28,7 @@ from qwen_vl_ros.engine.offload import Prepared
 from qwen_vl_ros.engine.options import ModelInfo, Options
 from qwen_vl_ros.engine.parts import Part, banded, parts_of
 from qwen_vl_ros.engine.prompt import Prompt, PromptBuilder, Turn, VisualToken
-from qwen_vl_ros.engine.request import check_request, early_visual, plan_visual
+from qwen_vl_ros.engine.request import check_request, lay_out, named, plan_visual
 from qwen_vl_ros.engine.sessions import Sessions, without_repeats
 from qwen_vl_ros.engine.stages import DeviceClock, FeatureCache, to_host
 from qwen_vl_ros.engine.text import TextStream
@@ -124,26 +124,40 @@ class Running:
             return 'deadline'
         return ''
 
-    def plan(self) -> None:
+    def lay_out(self) -> VisualToken | None:
         """
-        Check the request and lay out its prompt.
+        Check the request and fix what its visuals show, all but their keys.
 
-        :raises EngineError: BAD_REQUEST, BAD_SCHEMA or PROMPT_TOO_LONG.
+        :return: the first visual where it can be encoded before all is planned: in one part, and
+            nothing that looks like it is remembered.
+        :raises EngineError: BAD_REQUEST or BAD_SCHEMA.
         """
         shared, request = self._shared, self.request
         with self.timeline.stage('select'):
             check_request(request, shared.prompts)
             self._constraint: Constraint | None = shared.constraints.compile(request.json_schema)
-            self.visuals = tuple(
-                banded(v, self.micro_batch) for v in plan_visuals(shared, request))
-            self.turns, self.prompt = self._fit(Turn(request.question, self.visuals))
-        self.shown = [v for turn in self.turns for v in turn.visuals]
+            limits = (shared.options.min_pixels, shared.info.max_pixels)
+            self._laid = tuple(
+                lay_out(v, request, shared.options.selector, limits,
+                        shared.model.config.vision.factor) for v in request.visuals)
+            for visual in self._laid[:1]:
+                if len(parts_of(visual, self.micro_batch)) == 1 and self.micro_batch >= 1 and (
+                        not shared.features.may_hold(visual.glance)):
+                    return visual
+        return None
 
-    def early_visual(self) -> VisualToken | None:
-        """Return the first visual without its key, see :func:`early_visual`."""
-        shared = self._shared
-        return early_visual(self.request, (shared.options.min_pixels, shared.info.max_pixels),
-                            shared.model.config.vision.factor, self.micro_batch)
+    def plan(self) -> None:
+        """
+        Lay out the prompt, after :meth:`lay_out`.
+
+        :raises EngineError: PROMPT_TOO_LONG.
+        """
+        with self.timeline.stage('select'):
+            self.visuals = tuple(
+                banded(named(token, visual.variant), self.micro_batch)
+                for token, visual in zip(self._laid, self.request.visuals))
+            self.turns, self.prompt = self._fit(Turn(self.request.question, self.visuals))
+        self.shown = [v for turn in self.turns for v in turn.visuals]
 
     def adopt(self, features: Tensor, finite: Tensor) -> bool:
         """
@@ -309,7 +323,8 @@ class Running:
         for look in self.looks:
             if not look.cached:
                 features = look.done[0] if len(look.done) == 1 else torch.cat(look.done)
-                self._shared.features.put(look.visual.key, features)
+                self._shared.features.put(
+                    look.visual.key, features, look.visual.glance)
         self._finite, self.looks = [], []
 
     def admit(self, token: int) -> int:

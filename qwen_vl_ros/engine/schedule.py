@@ -305,7 +305,7 @@ class Scheduler:
         """Lay a request out and begin its patches, on the host's thread."""
         run = Running(self.engine, task.make(), task.timeline, task.cancelled,
                       self.options.micro_batch)
-        early = run.early_visual()
+        early = run.lay_out()
         if early is not None:
             task.early = early, self._prepare(self.engine.model.patches, early, task.timeline)
         run.plan()

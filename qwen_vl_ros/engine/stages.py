@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -81,7 +81,8 @@ class FeatureCache:
 
     def __init__(self, most_bytes: int = 64 << 20) -> None:
         self._most_bytes = most_bytes
-        self._entries: OrderedDict[int, Tensor] = OrderedDict()
+        self._entries: OrderedDict[int, tuple[Tensor, int]] = OrderedDict()
+        self._glances: Counter[int] = Counter()
         self._bytes = 0
 
     def get(self, key: int) -> Tensor | None:
@@ -89,22 +90,40 @@ class FeatureCache:
         if key not in self._entries:
             return None
         self._entries.move_to_end(key)
-        return self._entries[key]
+        return self._entries[key][0]
 
-    def put(self, key: int, features: Tensor) -> None:
-        """Store features; what does not fit at all is not kept."""
-        self._bytes -= self._entries.pop(key, features[:0]).nbytes
+    def put(self, key: int, features: Tensor, glance: int = 0) -> None:
+        """
+        Store features; what does not fit at all is not kept.
+
+        :param glance: :attr:`VisualToken.glance` of what they are of.
+        """
+        self._drop(key)
         if features.nbytes > self._most_bytes:
             return
-        self._entries[key] = features
+        self._entries[key] = features, glance
+        self._glances[glance] += 1
         self._bytes += features.nbytes
         while self._bytes > self._most_bytes:
-            self._bytes -= self._entries.popitem(last=False)[1].nbytes
+            self._drop(next(iter(self._entries)))
+
+    def _drop(self, key: int) -> None:
+        if key in self._entries:
+            features, glance = self._entries.pop(key)
+            self._bytes -= features.nbytes
+            self._glances[glance] -= 1
+            if not self._glances[glance]:
+                del self._glances[glance]
 
     def clear(self) -> None:
         """Drop all features."""
         self._entries.clear()
+        self._glances.clear()
         self._bytes = 0
+
+    def may_hold(self, glance: int) -> bool:
+        """Say whether features of a visual of such a glance are there; from any thread."""
+        return glance in self._glances
 
     def __contains__(self, key: int) -> bool:
         """Say whether features are stored; safe to ask from other threads."""

@@ -72,7 +72,7 @@ def drop_after_merger(engine: Engine, request: Request, name: str,
     for visual, (_, merged) in zip(plan_visuals(engine, masked), features):
         if visual.units is not None:
             rows = torch.from_numpy(visual.units).to(merged.device)
-            engine.features.put(visual.key, merged[rows])
+            engine.features.put(visual.key, merged[rows], visual.glance)
     return masked
 
 

@@ -44,7 +44,7 @@ def test_text_alone_has_no_vision_stage(engine):
 def test_the_timeline_holds_every_stage_with_its_costs(engine, picture):
     answer = ask(engine, QUESTION, picture(640, 480))
     assert answer.finish_reason == 'length'
-    assert names(answer) == {'select': 1, 'patches': 1, 'upload': 1, 'encode': 1, 'prefill': 1,
+    assert names(answer) == {'select': 2, 'patches': 1, 'upload': 1, 'encode': 1, 'prefill': 1,
                              'first_token': 1, 'token': 7}
     spans = {s.name: s for s in answer.timeline.spans}
     assert set(spans) <= set(STAGES)
