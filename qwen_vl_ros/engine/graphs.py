@@ -82,11 +82,16 @@ class Turns:
 
     @contextmanager
     def take(self) -> Iterator[None]:
-        """Work in the current stream, after what another stream still does."""
-        with self._lock:
-            if self._device.type != 'cuda':
+        """
+        Work in the device's current stream, after what another stream still does.
+
+        The device is the thread's own meanwhile: a launch goes to that, whatever its stream says.
+        """
+        if self._device.type != 'cuda':
+            with self._lock:
                 yield
-                return
+            return
+        with self._lock, torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device)
             if self._last is not None:
                 stream.wait_event(self._last)
