@@ -1,14 +1,23 @@
-"""The node, with exports that SIGUSR1 switches on and SIGUSR2 off: one process, both variants."""
+"""
+The node, with exports that SIGUSR1 switches on and SIGUSR2 off: one process, both variants.
+
+:data:`SHAPE` in the environment lets it answer with random weights of an official shape on a GPU.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from typing import Any
 
 from qwen_vl_ros.measure.export import Exports
 from qwen_vl_ros.node import publish
-from qwen_vl_ros.node.main import main
+from qwen_vl_ros.node.main import load_engine, main
+from qwen_vl_ros.node.parameters import Settings
+
+#: Environment variable: 2b or 7b; the node's own model where it is empty.
+SHAPE = 'QWEN_VL_BENCHMARK_SHAPE'
 
 
 class Switched:
@@ -28,7 +37,19 @@ class Switched:
         return getattr(self._now, name)
 
 
+def load(settings: Settings) -> Any:
+    """Return the engine that the environment asks for."""
+    shape = os.environ.get(SHAPE, '')
+    if not shape:
+        return load_engine(settings)
+    from benchmarks.stages._engines import timed_engine
+
+    engine = timed_engine(shape, max_sequences=settings.scheduler_max_sequences)
+    engine.warm_up()
+    return engine
+
+
 if __name__ == '__main__':
     opened = publish.open_exports
     publish.open_exports = lambda **more: Switched(opened(**more))  # type: ignore[assignment]
-    sys.exit(main())
+    sys.exit(main(load=load))

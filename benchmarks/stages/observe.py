@@ -1,9 +1,9 @@
 """
 What measuring costs: timelines, and all exports on with a collector that does not answer.
 
-Answers of the tiny model with and without, in turns: of an engine, and of a running node where ROS
-2 is. Timelines cannot be switched off; their cost is that of a recorded stage, times the
-stages of an answer.
+Answers with and without, in turns: of an engine, and of a running node where ROS 2 is. Both run
+the tiny model on a CPU and random weights of the 2B shape on a GPU. Timelines cannot be switched
+off; their cost is that of a recorded stage, times the stages of an answer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import torch
 
 from benchmarks.records import CannotRun, Record, median, record
-from benchmarks.stages._node import Node, interval, windows
-from benchmarks.stages.answer import ask, picture
-from qwen_vl_ros.engine.engine import Engine
+from benchmarks.stages._engines import picture, timed_engine
+from benchmarks.stages._node import SIZE, Node, interval, windows
+from benchmarks.stages._switched_node import SHAPE
+from benchmarks.stages.answer import ask
+from qwen_vl_ros.engine.stages import DeviceClock
 from qwen_vl_ros.measure.export import Exports, Finished, open_exports
 from qwen_vl_ros.measure.timeline import Timeline
-from qwen_vl_ros.share import share
 
 #: Answers of a window.
 ANSWERS = 8
@@ -37,12 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument('--answers', type=int, default=100, help='with and without')
     parser.add_argument('--tokens', type=int, default=8, help='of an answer')
+    parser.add_argument('--shape', choices=('tiny', '2b'), help='(2b on a GPU, else tiny)')
     parser.add_argument('--windows', type=int, default=60,
                         help='with and without, of a running node; 0 starts none (%(default)s)')
 
 
 def run(args: argparse.Namespace) -> list[Record]:
     """Time answers with and without exports, of an engine and of a node."""
+    args.shape = args.shape or ('2b' if torch.cuda.is_available() else 'tiny')
     found = engine(args)
     if args.windows:
         try:
@@ -79,7 +82,8 @@ def node(args: argparse.Namespace, alive: bool) -> list[Record]:
     collector = Collector() if alive else None
     to = collector.server_port if collector else _free()
     running = Node({'export.otel': 'true', 'export.prometheus_port': port}, {
-        'OTEL_EXPORTER_OTLP_ENDPOINT': f'http://127.0.0.1:{to}'})
+        'OTEL_EXPORTER_OTLP_ENDPOINT': f'http://127.0.0.1:{to}',
+        SHAPE: '' if args.shape == 'tiny' else args.shape})
     looked = [0.0]
 
     def work(on: bool) -> None:
@@ -103,8 +107,7 @@ def node(args: argparse.Namespace, alive: bool) -> list[Record]:
             collector.server_close()
     rate = {on: ANSWERS / median(times) for on, times in taken['seconds'].items()}
     which = 'a collector' if alive else 'dead collector'
-    case = {'model': 'tiny', 'size': '320x240', 'answer_tokens': args.tokens, 'path': 'cpu',
-            'variant': f'running node, all exports on, {which}'}
+    case = {**case_of(args), 'variant': f'running node, all exports on, {which}'}
     found = [record(
         'node', case, 'answers_per_s', rate[True], '1/s', higher_is_better=True,
         baseline=('the same node, no exports', rate[False]), runs=args.windows,
@@ -121,20 +124,24 @@ def node(args: argparse.Namespace, alive: bool) -> list[Record]:
     return found
 
 
+def case_of(args: argparse.Namespace) -> dict[str, object]:
+    """Return what all records have in common."""
+    return {'model': args.shape, 'size': f'{SIZE[0]}x{SIZE[1]}', 'answer_tokens': args.tokens,
+            'path': 'cuda' if torch.cuda.is_available() else 'cpu'}
+
+
 def engine(args: argparse.Namespace) -> list[Record]:
     """Time the answers of an engine with and without exports."""
     torch.set_num_threads(1)
-    loaded = Engine.load(str(share('models', 'tiny')), device='cpu', repetition_window=0)
-    loaded.end_tokens = frozenset()
-    pictures = [picture((320, 240), seed) for seed in range(8)]
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        dead = probe.getsockname()[1]
-    os.environ['OTEL_EXPORTER_OTLP_ENDPOINT'] = f'http://127.0.0.1:{dead}'
+    loaded = timed_engine(None if args.shape == 'tiny' else args.shape)
+    pictures = [picture(SIZE, seed) for seed in range(8)]
+    os.environ['OTEL_EXPORTER_OTLP_ENDPOINT'] = f'http://127.0.0.1:{_free()}'
     on, off = open_exports(otel=True, prometheus_port=_free(), ros2_tracing=True), Exports(())
     count = len(on)
     handing_over: list[float] = []
 
+    for number in range(4):
+        ask(loaded, pictures[number], args.tokens)
     times: dict[str, list[float]] = {'on': [], 'off': []}
     for number in range(args.answers):
         # One after the other, not in blocks: what disturbs the machine disturbs both.
@@ -149,15 +156,20 @@ def engine(args: argparse.Namespace) -> list[Record]:
                 handing_over.append((ended - answered) / 1e6)
     with_exports, without = median(times['on']), median(times['off'])
     line = ask(loaded, pictures[0], args.tokens)
-    per_span_us = span_cost_us()
-    spent_us = per_span_us * len(line.spans)
+    device = loaded.model.device
+    per_span_us = {'cpu': span_cost_us(torch.device('cpu')), 'device': span_cost_us(device)}
+    spans = {'cpu': sum(span.stream == 'cpu' for span in line.spans)}
+    spans['device'] = len(line.spans) - spans['cpu']
+    spent_us = sum(per_span_us[where] * number for where, number in spans.items())
     on.close()
     loaded.close()
-    case = {'model': 'tiny', 'size': '320x240', 'answer_tokens': args.tokens, 'path': 'cpu'}
+    case = case_of(args)
     return [
         record('node', {**case, 'variant': 'timeline'}, 'share_of_time',
-               spent_us / 1e3 / without, '', note=f'{len(line.spans)} stages of {per_span_us:.2f} '
-               f'us in an answer of {without:.1f} ms'),
+               spent_us / 1e3 / without, '',
+               note=f'{spans["cpu"]} stages of the host of {per_span_us["cpu"]:.2f} us and '
+               f'{spans["device"]} of a GPU of {per_span_us["device"]:.2f} us, reading them '
+               f'included, in an answer of {without:.1f} ms'),
         record('node', {**case, 'variant': f'{count} exports, dead collector'}, 'share_of_time',
                median(handing_over) / without, '', note=f'{median(handing_over):.3f} ms on the '
                "engine's thread to hand an answer over"),
@@ -166,16 +178,23 @@ def engine(args: argparse.Namespace) -> list[Record]:
                note='answers one after another; the exports send on threads of their own')]
 
 
-def span_cost_us(count: int = 20_000) -> float:
-    """Return what one recorded stage costs, microseconds."""
+def span_cost_us(device: torch.device, count: int = 5_000) -> float:
+    """Return what recording and reading a stage costs the host, microseconds."""
     best = float('inf')
     for _ in range(5):
         timeline = Timeline()
+        clock = DeviceClock(timeline, device)
         started = time.perf_counter_ns()
         for _ in range(count):
-            with timeline.stage('token', bytes_read=1, bytes_written=1, flops=1):
+            with clock.stage('token', bytes_read=1, bytes_written=1, flops=1):
                 pass
-        best = min(best, (time.perf_counter_ns() - started) / count / 1e3)
+        recorded = time.perf_counter_ns()
+        if device.type == 'cuda':
+            torch.cuda.synchronize(device)
+        again = time.perf_counter_ns()
+        timeline.busy_ms()
+        spent = recorded - started + time.perf_counter_ns() - again
+        best = min(best, spent / count / 1e3)
     return best
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,6 +43,11 @@ def pick_device(name: str) -> torch.device:
         raise CheckpointError(
             f"device '{name}' asked for, but there are {torch.cuda.device_count()} GPUs")
     return device
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a GPU the current one for a block: libraries and events go by it."""
+    return torch.cuda.device(device) if device.type == 'cuda' else nullcontext()
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

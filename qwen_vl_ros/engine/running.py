@@ -13,15 +13,7 @@ from torch import Tensor
 from qwen_vl_ros.engine.constrain import Constraint, Constraints
 from qwen_vl_ros.engine.decoder import Row
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
-from qwen_vl_ros.engine.generate import (
-    Acceptor,
-    Choice,
-    Generated,
-    Sampling,
-    choice_of,
-    choice_row,
-    choose,
-)
+from qwen_vl_ros.engine.generate import Acceptor, Choice, Generated, Sampling, choice_of
 from qwen_vl_ros.engine.kv_cache import CachePool, KVCache
 from qwen_vl_ros.engine.model import Model, Placed
 from qwen_vl_ros.engine.offload import Prepared
@@ -30,7 +22,7 @@ from qwen_vl_ros.engine.parts import Part, banded, parts_of
 from qwen_vl_ros.engine.prompt import Prompt, PromptBuilder, Turn, VisualToken
 from qwen_vl_ros.engine.request import check_request, lay_out, named, plan_visual
 from qwen_vl_ros.engine.sessions import Sessions, without_repeats
-from qwen_vl_ros.engine.stages import DeviceClock, FeatureCache, to_host
+from qwen_vl_ros.engine.stages import Arriving, DeviceClock, FeatureCache
 from qwen_vl_ros.engine.text import TextStream
 from qwen_vl_ros.engine.types import Answer, Delta, Done, Request
 from qwen_vl_ros.measure.timeline import Timeline
@@ -104,7 +96,7 @@ class Running:
         self.generated = Generated()
         self.looks: list[Look] = []
         self.hidden: Tensor | None = None
-        self._first: Tensor | None = None
+        self._first: Arriving | None = None
         self.cache: KVCache | None = None
         self.slot: int | None = None
         self._shared = shared
@@ -265,10 +257,18 @@ class Running:
 
     def launch_first(self) -> None:
         """Put the choice of the first token behind the prefill; :meth:`first_choice` reads it."""
-        if self._constraint is None and self.hidden is not None:
-            self._first = self._shared.model.first_token(
-                self.hidden, lambda logits: to_host(choice_row(logits, *self._sampling())),
-                self.clock)
+        if self._constraint is None:
+            self._first = self._launch_first()
+
+    def _launch_first(self) -> Arriving:
+        assert self.hidden is not None
+        request, model = self.request, self._shared.model
+        sampling = Sampling(request.temperature, request.top_k, request.top_p)
+        generator = None
+        if sampling.temperature:
+            generator = torch.Generator(model.device).manual_seed(request.seed)
+        return Arriving(model.first_token(
+            self.hidden, sampling, generator, self.allowed(None), self.clock))
 
     def first_choice(self) -> Choice:
         """
@@ -277,31 +277,19 @@ class Running:
         :raises EngineError: NUMERICAL for a picture whose features are not finite.
         """
         request, shared = self.request, self._shared
+        first = self._first or self._launch_first()
         self._acceptor = Acceptor(
             self.generated, shared.end_tokens,
             min(request.max_new_tokens, shared.options.max_context - self.prompt.ids.size),
             shared.options.repetition_window)
         self._text = TextStream(shared.tokenizer)
-        if self._first is not None:
-            choice = choice_of(self._first)
-        else:
-            assert self.hidden is not None
-            allowed = self.allowed(None)
-            choice = shared.model.first_token(
-                self.hidden, lambda logits: choose(logits, *self._sampling(), allowed), self.clock)
+        choice = choice_of(first.wait())
         self.hidden = self._first = None
         if self.cache is not None:
             # The choice was waited for, so that all rows before it are written.
             self.cache.settled = self.cache.length
         self._keep_features()
         return choice
-
-    def _sampling(self) -> tuple[Sampling, torch.Generator | None]:
-        request = self.request
-        sampling = Sampling(request.temperature, request.top_k, request.top_p)
-        if not sampling.temperature:
-            return sampling, None
-        return sampling, torch.Generator(self._shared.model.device).manual_seed(request.seed)
 
     def allowed(self, last: int | None) -> Tensor | None:
         """
@@ -333,9 +321,10 @@ class Running:
         assert self.cache is not None
         sampling = Sampling(request.temperature, request.top_k, request.top_p)
         # Another seed than the first token's, whose draw would otherwise come twice.
-        self.slot = self._shared.model.decoder.admit(
-            Row(self.cache, prompt.next_position - prompt.ids.size, sampling, request.seed + 1,
-                named=prompt.runs_on, steps=self._acceptor.most - 1), token)
+        row = Row(self.cache, prompt.next_position - prompt.ids.size, sampling, request.seed + 1,
+                  named=prompt.runs_on, steps=self._acceptor.most - 1)
+        with self.timeline.stage('admit'):
+            self.slot = self._shared.model.decoder.admit(row, token)
         return self.slot
 
     def accept(self, choice: Choice) -> Delta | None:

@@ -16,6 +16,7 @@ import logging
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -303,6 +304,7 @@ class Scheduler:
 
     def _plan(self, task: Task) -> Running:
         """Lay a request out and begin its patches, on the host's thread."""
+        task.timeline.add('queue', task.submitted_ns, time.monotonic_ns())
         run = Running(self.engine, task.make(), task.timeline, task.cancelled,
                       self.options.micro_batch)
         early = run.lay_out()

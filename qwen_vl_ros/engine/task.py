@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -48,6 +49,8 @@ class Task:
     timeline: Timeline
     cancelled: Callable[[], bool]
     session: str = ''
+    #: Monotonic clock when it was handed in, nanoseconds.
+    submitted_ns: int = field(default_factory=time.monotonic_ns)
     #: Its way through the stages, once it is planned.
     run: Running | None = None
     planning: Future[Running] | None = None

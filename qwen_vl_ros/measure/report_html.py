@@ -20,6 +20,7 @@ COLOURS = {
     'encode': '#4f46e5',
     'prefill': '#d946ef',
     'first_token': '#e11d48',
+    'admit': '#9a3412',
     'token': '#f59e0b',
     'publish': '#15803d',
 }

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Stage names in the order in which a request passes them. ``token`` repeats.
+#: Stage names in the order in which a request passes them. ``token`` repeats; ``admit`` is what
+#: the host does between the first token and the next: the choice is kept, the decoder takes over.
 STAGES = ('image_age', 'queue', 'decode_message', 'patches', 'upload', 'select', 'encode',
-          'prefill', 'first_token', 'token', 'publish')
+          'prefill', 'first_token', 'admit', 'token', 'publish')
 
 
 @dataclass

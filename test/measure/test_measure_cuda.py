@@ -1,5 +1,6 @@
 """On a GPU: stages account for the time and bytes, NVML is read, copies in streams arrive."""
 
+import statistics
 import time
 
 import pytest
@@ -58,24 +59,33 @@ def test_copies_in_streams_arrive():
         assert transport.received(1, setting.size) or not setting.both
 
 
-@pytest.mark.xfail(reason='5 to 6 % on an H200 when laying out and embedding the prompt were in '
-                          'no stage; they are now, and no GPU has run this since')
-def test_stages_of_a_request_account_for_its_wall_time():
+@pytest.mark.parametrize('scheduled', [False, True])
+def test_stages_of_a_request_account_for_its_wall_time(scheduled):
     """Qwen2-VL-2B's shape with random weights: what no stage counts stays within 3 %."""
-    from benchmarks.stages._engines import timed_engine
-    from benchmarks.stages.answer import ask, picture
+    from benchmarks.stages._engines import picture, timed_engine
+    from benchmarks.stages.answer import QUESTION
+    from qwen_vl_ros.engine.schedule import ScheduleOptions, Scheduler
+    from qwen_vl_ros.engine.types import Request, Visual
+    from qwen_vl_ros.frame import Frame
 
     engine = timed_engine('2b', device='cuda')
-    ask(engine, picture((640, 480), 0), 33)
+    plan = Scheduler(engine, ScheduleOptions(1))
+    if scheduled:
+        plan.start()
     shares = []
-    for seed in range(1, 8):
+    for seed in range(8):
+        request = Request(QUESTION, (Visual((Frame.from_rgb(picture((640, 480), seed)),)),),
+                          max_new_tokens=33)
         started = time.monotonic_ns()
-        line = ask(engine, picture((640, 480), seed), 33)
+        *_, done = (plan if scheduled else engine).answer(request)
         wall_ms = (time.monotonic_ns() - started) / 1e6
+        line = done.answer.timeline
         shares.append(abs(line.busy_ms() / wall_ms - 1))
         print(f'{line.busy_ms():.2f} ms in stages of {wall_ms:.2f} ms')
+    plan.stop()
     engine.close()
-    assert min(shares) < 0.03, shares
+    # The first one captures graphs; half of the others may have been disturbed.
+    assert statistics.median(shares[1:]) < 0.03, shares
 
 
 def test_bytes_are_those_that_the_profiler_counts():
