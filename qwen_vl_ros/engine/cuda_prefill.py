@@ -9,13 +9,15 @@ A layer is eight launches::
 and nine where no kernel has the activation in its epilogue, or where that is slower.
 
 Where a chunk stands (cache, start, length) is read from device memory, so that a graph serves
-every request. Quantised matrices are called as the objects that they are.
+every request. Quantised matrices are called as the objects that they are. Of the last layer, what
+follows the keys and values is computed for those rows alone that somebody wants: the last one, or
+none where another chunk follows.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +30,7 @@ from qwen_vl_ros.kernels import encoder as native
 from qwen_vl_ros.kernels.encoder import EncoderKernels
 from qwen_vl_ros.kernels.gemm import DTYPES, Products, queued_time
 from qwen_vl_ros.kernels.loader import KernelError, optional
+from qwen_vl_ros.kernels.prompt import HEAD_DIM, PlainPrompt, PromptKernels
 
 if TYPE_CHECKING:
     from qwen_vl_ros.engine.language import LanguageModel
@@ -35,8 +38,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger('qwen_vl_ros.engine')
 
-#: Tokens of a bucket at most; more are run in pieces.
-MOST = 1024
+#: Tokens of a bucket at most; more are run in pieces. A picture of 1280x720 and words fit.
+MOST = 1536
 
 #: Milliseconds that a chunk may keep a cancel waiting.
 CANCEL_MS = 20.0
@@ -50,7 +53,7 @@ class CudaPrefill:
     Fused form of :meth:`LanguageModel.prefill`; weights are the model's own.
 
     :param language: bfloat16 or float16, on a GPU, of a shape that :meth:`fault` accepts.
-    :param kernels: and ``products``, ``runner``: the device's own, or the plain twins.
+    :param kernels: and ``products``, ``runner``, ``prompt``: the device's own, or the plain twins.
     :raises FileNotFoundError: without the library, see :meth:`make`.
     :raises KernelError: without cuBLASLt.
     """
@@ -58,14 +61,18 @@ class CudaPrefill:
     def __init__(
         self, language: LanguageModel, kernels: EncoderKernels | PlainKernels | None = None,
         products: Products | PlainProducts | None = None, runner: Runner | None = None,
+        prompt: PromptKernels | PlainPrompt | None = None,
     ) -> None:
         cfg = language.config
         self.language = language
         self.kernels = kernels or EncoderKernels(language.device)
+        self.prompt = prompt or PromptKernels(language.device)
         self.products = products or Products(language.device)
         self.graphs: Runner = runner or Graphs(language.device, 'prefill')
         #: By rows of a bucket: gate, up and activation are one kernel, where that is faster.
         self.activated: dict[int, bool] = {}
+        #: By rows of a bucket: two groups of warps share a query's keys, where that is faster.
+        self.shared: dict[int, bool] = {}
         self._taken = Turns(language.device)
         self._axes = language.axes.int()
         self._frequencies = language.frequencies.float()
@@ -109,19 +116,26 @@ class CudaPrefill:
         return (rows.dim() == 5 and rows.dtype == self.language.dtype and rows.stride(4) == 1
                 and rows.stride(3) == rows.shape[4] and rows.device == self.language.device)
 
-    def run(self, x: Tensor, positions: Tensor, cache: KVCache, start: int) -> Tensor:
+    def run(self, x: Tensor, positions: Tensor, cache: KVCache, start: int,
+            wanted: int | None = None) -> Tensor:
         """
         Run a chunk; parameters and result as for :meth:`LanguageModel.prefill`.
 
         :param x: [n, width]; more than :data:`MOST` rows are run in pieces.
         """
-        out = torch.empty_like(x)
+        n = x.shape[0]
+        out = torch.empty(n if wanted is None else wanted, x.shape[1], dtype=x.dtype,
+                          device=x.device)
         with self._taken.take():
             try:
-                for first in range(0, x.shape[0], MOST):
-                    end = min(first + MOST, x.shape[0])
-                    self._piece(x[first:end], positions[:, first:end], cache, start + first)
-                    out[first:end] = self._x[:end - first]
+                for first in range(0, n, MOST):
+                    end = min(first + MOST, n)
+                    here = 0 if wanted is not None and end < n else wanted
+                    self._piece(x[first:end], positions[:, first:end], cache, start + first, here)
+                    if wanted is None:
+                        out[first:end] = self._x[:end - first]
+                    elif here:
+                        out.copy_(self._ends[1:])
             except Exception:
                 self.release()
                 raise
@@ -135,8 +149,9 @@ class CudaPrefill:
         """
         if not self.graphs.captured:
             return most
-        largest = max(self.graphs.captured, key=lambda one: int(str(one.key)))
-        rows = int(str(largest.key)) * CANCEL_MS / max(largest.run_ms, 1e-3)
+        largest, took = max((int(str(one.key[0])), one.run_ms) for one in self.graphs.captured
+                            if isinstance(one.key, tuple))
+        rows = largest * CANCEL_MS / max(took, 1e-3)
         return max(1, min(most, max(STEP, int(rows) // STEP * STEP)))
 
     def release(self) -> None:
@@ -144,7 +159,8 @@ class CudaPrefill:
         self.graphs.clear()
         self.activated.clear()
         self._rows = 0
-        for name in ('_x', '_y', '_qkv', '_wide', '_hidden', '_turns', '_positions', '_span'):
+        for name in ('_x', '_y', '_qkv', '_wide', '_hidden', '_turns', '_positions', '_span',
+                     '_ends'):
             self.__dict__.pop(name, None)
 
     @property
@@ -152,7 +168,8 @@ class CudaPrefill:
         """Return the bytes of buffers, cuBLASLt's workspace aside."""
         return sum(v.nbytes for v in self.__dict__.values() if isinstance(v, Tensor))
 
-    def _piece(self, x: Tensor, positions: Tensor, cache: KVCache, start: int) -> None:
+    def _piece(self, x: Tensor, positions: Tensor, cache: KVCache, start: int,
+               wanted: int | None) -> None:
         n = x.shape[0]
         rows = bucket(n)
         self._reserve(rows)
@@ -170,7 +187,8 @@ class CudaPrefill:
                 self._x[n:rows].zero_()
                 places[:, n:].zero_()
 
-        self.graphs.run(rows, fill, lambda: self._body(rows), lambda: self.tune(rows))
+        self.graphs.run((rows, wanted), fill, lambda: self._body(rows, wanted),
+                        lambda: self.tune(rows))
 
     def _reserve(self, rows: int) -> None:
         """Make room for a bucket; larger buffers are other buffers, which no graph knows."""
@@ -191,20 +209,28 @@ class CudaPrefill:
         self._turns = make(rows, cfg.head_dim // 2, 2, dtype=torch.float32)
         self._positions = make(3 * rows, dtype=torch.int64)
         self._span = make(6, dtype=torch.int64)
+        self._ends = make(2, cfg.width)
         self._rows = rows
 
-    def _body(self, rows: int) -> None:
+    def _body(self, rows: int, wanted: int | None) -> None:
         """Launch all layers on the first ``rows`` rows of the buffers."""
         cfg, k = self.language.config, self.kernels
         x, y = self._x[:rows], self._y[:rows]
         turns = self._turns[:rows]
         k.turns(self._positions[:3 * rows].view(3, rows), self._axes, self._frequencies, turns)
         for index, layer in enumerate(self.language.layers):
+            ends = wanted is not None and index == cfg.layers - 1
             k.norm(x, layer.norm1, None, cfg.eps, y)
             qkv = self._call(layer.qkv, y, self._qkv[:rows])
             k.rotate_text(qkv, cfg.heads, cfg.kv_heads, turns, self._span, index)
-            k.attend_cache(qkv, cfg.heads, cfg.kv_heads, self._span, index, y)
+            if ends and not wanted:
+                return
+            self._attend(qkv, index, y, ends)
+            if ends:
+                self.prompt.last_rows(y, x, self._span, self._ends)
+                y, x, rows = self._ends[:1], self._ends[1:], 1
             self._call(layer.out, y, x, x)
+            y = self._y[:rows]
             k.norm(x, layer.norm2, None, cfg.eps, y)
             hidden = self._hidden[:rows]
             if self.activated.get(rows):
@@ -214,6 +240,13 @@ class CudaPrefill:
                 k.gate(wide, cfg.activation, hidden)
             self._call(layer.down, hidden, x, x)
 
+    def _attend(self, qkv: Tensor, index: int, y: Tensor, tail: bool) -> None:
+        cfg = self.language.config
+        if cfg.head_dim == HEAD_DIM and (tail or self.shared.get(qkv.shape[0])):
+            self.prompt.attend(qkv, cfg.heads, cfg.kv_heads, self._span, index, y, tail)
+        else:
+            self.kernels.attend_cache(qkv, cfg.heads, cfg.kv_heads, self._span, index, y)
+
     def _call(self, linear: Linear, x: Tensor, out: Tensor, add: Tensor | None = None) -> Tensor:
         """Return linear(x) + add, in ``out`` where there is something to add."""
         if type(linear) is Linear:
@@ -222,14 +255,31 @@ class CudaPrefill:
         return made if add is None else out.copy_(add + made)
 
     def tune(self, rows: int) -> None:
-        """Choose algorithms for a bucket by timing, where that has not been done before."""
+        """Choose kernels for a bucket by timing, where that has not been done before."""
         for name, add in (('qkv', False), ('out', True), ('gate_up', False), ('down', True)):
             linears: Sequence[Linear] = [getattr(z, name) for z in self.language.layers]
             if type(linears[0]) is Linear:
-                self.products.tune(rows, [m.weight for m in linears], [m.bias for m in linears],
-                                   add)
+                # The last layer has one row, but for its keys and values.
+                for count in {rows, 1 if name != 'qkv' else rows}:
+                    self.products.tune(count, [m.weight for m in linears],
+                                       [m.bias for m in linears], add)
         if rows not in self.activated:
             self.activated[rows] = self._activated_pays(rows)
+        if rows not in self.shared:
+            self.shared[rows] = self._sharing_pays(rows)
+
+    def _sharing_pays(self, rows: int) -> bool:
+        """Tell which attention is faster on the chunk that was filled in, by timing."""
+        cfg = self.language.config
+        if cfg.head_dim != HEAD_DIM or self.language.device.type != 'cuda':
+            return False
+        qkv, y = self._qkv[:rows].normal_(), self._y[:rows]
+
+        def took(attend: Callable[..., Tensor]) -> float:
+            return queued_time(lambda i: attend(
+                qkv, cfg.heads, cfg.kv_heads, self._span, i % cfg.layers, y))
+
+        return took(self.prompt.attend) < took(self.kernels.attend_cache)
 
     def _activated_pays(self, rows: int) -> bool:
         """Tell whether gate and up are faster as one kernel than as two, by timing."""

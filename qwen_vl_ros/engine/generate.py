@@ -80,13 +80,14 @@ def choice_row(
         wide = wide.masked_fill(~allowed, -torch.inf)
     best = wide.topk(2)
     if sampling.temperature == 0:
-        token = best.indices[0]
+        token = best.indices[:1]
     else:
         # A broken row must reach the caller as such, not as an error of the sampler.
         probabilities = torch.where(finite, _distribution(wide, sampling), 1.0)
-        token = torch.multinomial(probabilities, 1, generator=generator)[0]
-    probability = (wide[token] - wide.logsumexp(0)).exp()
-    return torch.stack((token.double(), probability.double(),
+        token = torch.multinomial(probabilities, 1, generator=generator)
+    # By gather: a token as an index would have to come to the host first.
+    probability = (wide.gather(0, token) - wide.logsumexp(0)).exp()
+    return torch.stack((token[0].double(), probability[0].double(),
                         (best.values[0] - best.values[1]).double(), finite.double()))
 
 

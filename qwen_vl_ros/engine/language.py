@@ -17,6 +17,9 @@ from qwen_vl_ros.engine.quant_files import QuantFormat, take_linear
 #: Fewer rows than this are left to plain torch: they are steps of a decoder, not prompts.
 FUSED_ROWS = 8
 
+#: Tokens that plain torch prefills between two looks at cancel.
+PLAIN_CHUNK = 512
+
 
 @dataclass(frozen=True)
 class DecoderLayer:
@@ -92,7 +95,8 @@ class LanguageModel:
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
-    def prefill(self, x: Tensor, positions: Tensor, cache: KVCache, start: int) -> Tensor:
+    def prefill(self, x: Tensor, positions: Tensor, cache: KVCache, start: int,
+                wanted: int | None = None) -> Tensor:
         """
         Run a chunk of the prompt and store its keys and values.
 
@@ -101,15 +105,17 @@ class LanguageModel:
         :param cache: holds the ``start`` positions before the chunk; its rows from ``start`` are
             written.
         :param start: index of the first row.
-        :return: hidden states [n, width] after the last layer, before the final norm.
+        :param wanted: how many of the last hidden states are wanted, 0 or 1; ``None`` is all.
+        :return: hidden states [n or wanted, width] after the last layer, before the final norm.
         """
         if self.fused is not None and x.shape[0] >= FUSED_ROWS and self.fused.fits(cache):
-            return self.fused.run(x, positions, cache, start)
-        return self.prefill_plain(x, positions, cache, start)
+            return self.fused.run(x, positions, cache, start, wanted)
+        hidden = self.prefill_plain(x, positions, cache, start)
+        return hidden if wanted is None else hidden[hidden.shape[0] - wanted:]
 
     def chunk(self, most: int) -> int:
         """Return how many tokens to prefill between two looks at cancel; at most ``most``."""
-        return most if self.fused is None else self.fused.chunk(most)
+        return min(most, PLAIN_CHUNK) if self.fused is None else self.fused.chunk(most)
 
     def prefill_plain(self, x: Tensor, positions: Tensor, cache: KVCache, start: int) -> Tensor:
         """Run a chunk in plain torch; the fused form is held against this."""
@@ -134,6 +140,21 @@ class LanguageModel:
     def logits(self, x: Tensor) -> Tensor:
         """Return logits; x [n, width] -> [n, vocab]."""
         return self.head(rms_norm(x, self.norm, self.config.eps))
+
+    def best(self, hidden: Tensor) -> Tensor | None:
+        """
+        Choose the likeliest token in one launch, where there is a kernel for it.
+
+        :param hidden: the last hidden state [1, width].
+        :return: float64 [4] as of :func:`~qwen_vl_ros.engine.generate.choice_row`, from logits
+            that were not rounded; ``None`` where there is no kernel.
+        """
+        if self.fused is None or type(self.head) is not Linear or (
+                not self.fused.prompt.takes(self.head.weight)):
+            return None
+        out = torch.empty(4, dtype=torch.float64, device=self.device)
+        return self.fused.prompt.first_token(
+            hidden, self.norm, self.config.eps, self.head.weight, out)
 
     def _layer(
         self, x: Tensor, layer: DecoderLayer, cos: Tensor, sin: Tensor, mask: Tensor | None,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +12,8 @@ from torch import Tensor
 from qwen_vl_ros.engine import costs
 from qwen_vl_ros.engine.checkpoint import Checkpoint
 from qwen_vl_ros.engine.decoder import Decoder, TorchDecoder
-from qwen_vl_ros.engine.generate import Choice
+from qwen_vl_ros.engine.device import current
+from qwen_vl_ros.engine.generate import Choice, Sampling, choice_row
 from qwen_vl_ros.engine.kv_cache import KVCache
 from qwen_vl_ros.engine.language import LanguageModel
 from qwen_vl_ros.engine.offload import Offload, Prepared
@@ -23,8 +23,6 @@ from qwen_vl_ros.engine.stages import DeviceClock
 from qwen_vl_ros.engine.vision import VisionEncoder
 from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.measure.transport import HandOver
-
-T = TypeVar('T')
 
 #: First index of a visual in the kept prompt, one past its last, and its merged tokens.
 Placed = tuple[tuple[int, int], Tensor]
@@ -49,11 +47,13 @@ class Model:
             checkpoint.tensors.update({
                 name: tensor.to(hand_over.source)
                 for name, tensor in checkpoint.tensors.items() if name.startswith('visual.')})
-        self.offload = Offload(
-            checkpoint.tensors['visual.patch_embed.proj.weight'], preprocess)
-        self.vision = VisionEncoder(checkpoint.config.vision, checkpoint.tensors)
-        self.language = LanguageModel(
-            checkpoint.config.language, checkpoint.tensors, checkpoint.config.quant)
+        weight = checkpoint.tensors['visual.patch_embed.proj.weight']
+        with current(weight.device):
+            self.offload = Offload(weight, preprocess)
+            self.vision = VisionEncoder(checkpoint.config.vision, checkpoint.tensors)
+        with current(checkpoint.tensors['language.norm.weight'].device):
+            self.language = LanguageModel(
+                checkpoint.config.language, checkpoint.tensors, checkpoint.config.quant)
         #: Takes sequences from their first token on.
         self.decoder: Decoder = TorchDecoder(self.language)
         self.device, self.dtype = self.language.device, self.language.dtype
@@ -139,7 +139,7 @@ class Model:
 
         :param features: merged tokens of what the chunk shows, with their places.
         :param stop: one past the chunk's last index.
-        :return: the last hidden state [1, width].
+        :return: the prompt's last hidden state [1, width]; none [0, width] where more follows.
         """
         cost = costs.decoder_cost(
             self.config.language, stop - start, start, 0, self.language.weight_bytes,
@@ -147,19 +147,33 @@ class Model:
         with clock.stage('prefill', **cost):
             x = self.embed(prompt, start, features, stop)
             positions = self._send(prompt.positions[:, start:stop])
-            hidden = self.language.prefill(x, positions, cache, start)
+            hidden = self.language.prefill(
+                x, positions, cache, start, 1 if stop == prompt.ids.size else 0)
         cache.extend(prompt.names[start:stop])
-        return hidden[-1:]
+        return hidden
 
     @torch.inference_mode()
     def first_token(
-        self, hidden: Tensor, choose: Callable[[Tensor], T], clock: DeviceClock,
-    ) -> T:
-        """Return what ``choose`` makes of the logits of the last hidden state [1, width]."""
+        self, hidden: Tensor, sampling: Sampling, generator: torch.Generator | None,
+        allowed: Tensor | None, clock: DeviceClock,
+    ) -> Tensor:
+        """
+        Choose the first token, without waiting for it.
+
+        :param hidden: the prompt's last hidden state [1, width].
+        :param generator: and ``sampling``, ``allowed``: as for
+            :func:`~qwen_vl_ros.engine.generate.choice_row`.
+        :return: what that function does, on the device.
+        """
         head = self.language.head.nbytes
         flops = 2 * self.config.language.vocab * self.config.language.width
         with clock.stage('first_token', bytes_read=head, flops=flops):
-            return choose(self.language.logits(hidden)[0])
+            best = None
+            if not sampling.temperature and allowed is None:
+                best = self.language.best(hidden)
+            if best is not None:
+                return best
+            return choice_row(self.language.logits(hidden)[0], sampling, generator, allowed)
 
     def step(
         self, rows: Sequence[tuple[DeviceClock, int]], allowed: Mapping[int, Tensor],

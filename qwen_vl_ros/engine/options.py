@@ -58,7 +58,8 @@ class Options:
     :param max_context: tokens of prompt and answer together.
     :param min_pixels: of a resized picture.
     :param max_pixels: of a resized picture.
-    :param prefill_chunk: tokens between two looks at cancel and deadline.
+    :param prefill_chunk: tokens between two looks at cancel and deadline at most; fewer where
+        those would keep a cancel waiting.
     :param repetition_window: see :func:`qwen_vl_ros.engine.generate.repeats`; 0 is off.
     :param cache_slots: sequences kept for prefix reuse.
     :param max_sequences: requests that run beside each other (see schedule.py); each needs a cache
@@ -80,7 +81,7 @@ class Options:
     max_context: int = 4096
     min_pixels: int = 56 * 56
     max_pixels: int = 1280 * 28 * 28
-    prefill_chunk: int = 512
+    prefill_chunk: int = 1536
     repetition_window: int = 48
     cache_slots: int = 2
     max_sequences: int = 1

@@ -65,11 +65,27 @@ class DeviceClock:
             span._resolve = resolve
 
 
-def to_host(row: Tensor) -> Tensor:
-    """Return a small tensor in host memory, on a GPU once its present stream has come so far."""
-    if not row.is_cuda:
-        return row
-    return torch.empty_like(row, device='cpu', pin_memory=True).copy_(row, non_blocking=True)
+class Arriving:
+    """
+    A small tensor on its way to the host.
+
+    :param row: on whatever device; copied behind what its present stream does.
+    """
+
+    def __init__(self, row: Tensor) -> None:
+        self._row = row
+        self._event: torch.cuda.Event | None = None
+        if row.is_cuda:
+            self._row = torch.empty_like(row, device='cpu', pin_memory=True)
+            self._row.copy_(row, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(row.device))
+
+    def wait(self) -> Tensor:
+        """Return it on the host, when it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._row
 
 
 class FeatureCache:

@@ -16,6 +16,7 @@ from qwen_vl_ros.engine.graphs import Direct, Graphs
 from qwen_vl_ros.engine.kv_cache import KVCache
 from qwen_vl_ros.engine.quant_linear import Int8Linear
 from qwen_vl_ros.kernels.encoder_plain import PlainKernels, PlainProducts
+from qwen_vl_ros.kernels.prompt import PlainPrompt
 
 GRIDS = ((1, 2, 2), (1, 12, 8), (1, 2, 100), (3, 6, 10), (1, 34, 46))
 
@@ -195,7 +196,7 @@ def test_prefill_fills_the_cache_alike(model, monkeypatch, sizes, activated):
     """In one piece, in chunks after each other, and in pieces of a chunk that is too large."""
     monkeypatch.setattr(cuda_prefill, 'MOST', 128)
     language = model.language
-    fused = CudaPrefill(language, PlainKernels(), PlainProducts(), Direct())
+    fused = CudaPrefill(language, PlainKernels(), PlainProducts(), Direct(), PlainPrompt())
     fused._reserve(256)
     fused.activated = dict.fromkeys((64, 128), activated)
     caches = [KVCache(language.config, 256, language.device, language.dtype) for _ in range(2)]
@@ -216,7 +217,7 @@ def test_prefill_fills_the_cache_alike(model, monkeypatch, sizes, activated):
 
 def test_prefill_takes_the_cache_that_it_is_given(model):
     language = model.language
-    fused = CudaPrefill(language, PlainKernels(), PlainProducts(), Direct())
+    fused = CudaPrefill(language, PlainKernels(), PlainProducts(), Direct(), PlainPrompt())
     assert fused.fits(KVCache(language.config, 64, language.device, language.dtype))
     assert not fused.fits(KVCache(language.config, 64, language.device, torch.float16))
 
@@ -226,10 +227,10 @@ def test_prefill_takes_the_cache_that_it_is_given(model):
     (64, 1e-9, 100, 100), (448, 40.0, 30, 30)])
 def test_a_chunk_keeps_a_cancel_waiting_20_ms_at_most(model, rows, ms, most, expected):
     language = model.language
-    fused = CudaPrefill(language, PlainKernels(), PlainProducts(), Direct())
+    fused = CudaPrefill(language, PlainKernels(), PlainProducts(), Direct(), PlainPrompt())
     assert fused.chunk(most) == most
     fused.graphs.captured += [
-        graphs.Captured(64, 0, 0, 0, 9.0), graphs.Captured(rows, 0, 0, 0, ms)]
+        graphs.Captured((64, None), 0, 0, 0, 9.0), graphs.Captured((rows, 1), 0, 0, 0, ms)]
     if rows > 64:
         assert fused.chunk(most) == expected
     assert language.chunk(most) == most  # in plain torch nothing is known

@@ -149,7 +149,7 @@ def test_features_that_are_not_finite_concern_one_request(engine, picture):
 def test_token_zero_over_and_over_is_no_answer(engine, picture):
     """C1."""
     deltas = []
-    engine.model.first_token = lambda *a: Choice(0, 1.0, 1.0, True)
+    engine.model.first_token = lambda *a: torch.tensor([0.0, 1.0, 1.0, 1.0])
     engine.model.step = lambda *a: {0: Choice(0, 1.0, 1.0, True)}
     try:
         with pytest.raises(EngineError, match='numerical failure') as caught:

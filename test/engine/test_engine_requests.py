@@ -45,7 +45,7 @@ def test_the_timeline_holds_every_stage_with_its_costs(engine, picture):
     answer = ask(engine, QUESTION, picture(640, 480))
     assert answer.finish_reason == 'length'
     assert names(answer) == {'select': 2, 'patches': 1, 'upload': 1, 'encode': 1, 'prefill': 1,
-                             'first_token': 1, 'token': 7}
+                             'first_token': 1, 'admit': 1, 'token': 7}
     spans = {s.name: s for s in answer.timeline.spans}
     assert set(spans) <= set(STAGES)
     assert spans['patches'].bytes_read == 640 * 480 * 3

@@ -1,0 +1,119 @@
+"""Face of what libqwen_vl_encoder has for prompts alone (qwen_vl_prompt.h), and its twin."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qwen_vl_ros.kernels.encoder import NativeHeads, NativeRows
+from qwen_vl_ros.kernels.encoder_plain import PlainKernels
+from qwen_vl_ros.kernels.gemm import DTYPES, address, call, stream
+from qwen_vl_ros.kernels.loader import KernelError, library
+
+#: Channels of a head that :meth:`PromptKernels.attend` is compiled for.
+HEAD_DIM = 128
+
+#: Widths that :meth:`PromptKernels.first_token` takes are a multiple of this, and at most.
+LANE_WIDTH, MOST_WIDTH = 256, 8192
+
+
+class PromptKernels:
+    """
+    The kernels on one device; all run in torch's current stream and allocate nothing.
+
+    :param native: the library; ``None`` loads libqwen_vl_encoder.
+    :raises FileNotFoundError: when the library has not been built.
+    :raises KernelError: when it was built from older sources.
+    """
+
+    def __init__(self, device: torch.device, native: ctypes.CDLL | None = None) -> None:
+        self.device = device
+        self._library = library('qwen_vl_encoder') if native is None else native
+        if not hasattr(self._library, 'qwen_vl_first_token_workspace'):
+            raise KernelError("libqwen_vl_encoder.so lacks a prompt's kernels: build it again "
+                              "with 'make kernels'")
+        size = self._library.qwen_vl_first_token_workspace
+        size.restype = ctypes.c_uint64
+        self._workspace = torch.zeros(size(), dtype=torch.uint8, device=device)
+
+    def attend(self, qkv: Tensor, heads: int, kv_heads: int, span: Tensor, layer: int,
+               out: Tensor, tail: bool = False) -> Tensor:
+        """
+        Do what :meth:`EncoderKernels.attend_cache` does, for heads of :data:`HEAD_DIM` channels.
+
+        :param tail: the chunk's last row has to be there, no other one.
+        """
+        shape = NativeHeads(qkv.shape[0], heads, kv_heads, HEAD_DIM, DTYPES.index(qkv.dtype))
+        self._run('attend_prompt', shape, address(qkv), address(span), layer,
+                  ctypes.c_float(HEAD_DIM ** -0.5), int(tail), address(out))
+        return out
+
+    def last_rows(self, a: Tensor, b: Tensor, span: Tensor, out: Tensor) -> Tensor:
+        """
+        Copy the chunk's last row of two activations.
+
+        :param a: [rows, width]; ``b`` as well.
+        :param out: [2, width].
+        """
+        shape = NativeRows(a.shape[0], a.shape[1], DTYPES.index(a.dtype))
+        self._run('last_rows', shape, address(a), address(b), address(span), address(out))
+        return out
+
+    def first_token(self, x: Tensor, norm: Tensor, eps: float, head: Tensor, out: Tensor,
+                    ) -> Tensor:
+        """
+        Choose the likeliest token after a hidden state.
+
+        :param x: [1, width], bfloat16 or float16, of a width that :meth:`takes` accepts.
+        :param norm: [width], of the last norm.
+        :param head: [vocab, width].
+        :param out: float64 [4]: the fields of a :class:`~qwen_vl_ros.engine.generate.Choice`.
+        """
+        shape = NativeRows(head.shape[0], head.shape[1], DTYPES.index(x.dtype))
+        self._run('first_token', shape, address(x), address(norm), ctypes.c_float(eps),
+                  address(head), address(self._workspace), address(out))
+        return out
+
+    @staticmethod
+    def takes(head: Tensor) -> bool:
+        """Tell whether :meth:`first_token` takes a matrix."""
+        return (head.dtype in DTYPES and head.dim() == 2 and head.is_contiguous()
+                and head.shape[1] % LANE_WIDTH == 0 and head.shape[1] <= MOST_WIDTH)
+
+    def _run(self, name: str, *arguments: object) -> None:
+        passed = (ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments)
+        call(getattr(self._library, f'qwen_vl_{name}'), *passed, stream(self.device))
+
+
+class PlainPrompt:
+    """Twin of :class:`PromptKernels`; see there."""
+
+    def attend(self, qkv: Tensor, heads: int, kv_heads: int, span: Tensor, layer: int,
+               out: Tensor, tail: bool = False) -> Tensor:
+        """Attend from a chunk to the cache up to each position."""
+        return PlainKernels().attend_cache(qkv, heads, kv_heads, span, layer, out)
+
+    def last_rows(self, a: Tensor, b: Tensor, span: Tensor, out: Tensor) -> Tensor:
+        """Copy the chunk's last row of two activations."""
+        row = int(span[5]) - 1
+        return out.copy_(torch.stack((a[row], b[row])))
+
+    @staticmethod
+    def takes(head: Tensor) -> bool:
+        """Tell whether :meth:`first_token` takes a matrix: any."""
+        return True
+
+    def first_token(self, x: Tensor, norm: Tensor, eps: float, head: Tensor, out: Tensor,
+                    ) -> Tensor:
+        """Choose the likeliest token after a hidden state."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * norm.float()
+        logits = F.linear(wide.to(x.dtype).float(), head.float())[0].double()
+        best = logits.topk(2)
+        probability = (best.values[0] - logits.logsumexp(0)).exp()
+        return out.copy_(torch.stack((
+            best.indices[0].double(), probability, best.values[0] - best.values[1],
+            torch.isfinite(logits).all().double())))
