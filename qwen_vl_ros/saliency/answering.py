@@ -16,7 +16,9 @@ import numpy as np
 
 from qwen_vl_ros.engine.patches import grid_of
 from qwen_vl_ros.engine.types import Answer, Delta, Done, Event, Request, Visual
+from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.measure.timeline import Timeline
+from qwen_vl_ros.saliency.region import within
 from qwen_vl_ros.saliency.roi import Window, best_window, overview_and_crop
 from qwen_vl_ros.saliency.select import UnitSelector
 
@@ -127,9 +129,27 @@ def _region_first(engine: Any, request: Request, share: float, timeline: Timelin
             selector = UnitSelector()
         values = selector.saliency([frame], rows, columns, request.question)[0]
         window = best_window(values, share, frame.width, frame.height)
-        pictures = overview_and_crop(frame, window, max(4, rows * columns // 6))
-    shown = tuple(Visual((picture,)) for picture in pictures)
+        small, part = overview_and_crop(frame, window, max(4, rows * columns // 6))
+        keep = _kept_of_crop(engine, part, window, request)
+    shown = Visual((small,)), Visual((part,), keep)
     return replace(request, visuals=shown), window, (rows, columns)
+
+
+def _kept_of_crop(engine: Any, part: Frame, window: Window, request: Request
+                  ) -> np.ndarray | None:
+    """
+    Choose the crop's units where a region is always kept, which lies elsewhere in the crop.
+
+    :return: ``None`` leaves it to the engine's selector.
+    """
+    selector = engine.options.selector
+    always = getattr(selector, 'always', None)
+    if always is None or not request.keep_ratio < 1:
+        return None
+    grid = grid_of((part,), engine.options.min_pixels, engine.info.max_pixels,
+                   engine.model.config.vision.factor)
+    cropped = replace(selector, always=within(always, window))
+    return np.asarray(cropped((part,), grid, request.keep_ratio, request.question))
 
 
 def _mapped(events: Iterator[Event], window: Window, grid: tuple[int, int]) -> Iterator[Event]:

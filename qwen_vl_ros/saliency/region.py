@@ -8,6 +8,8 @@ from collections.abc import Callable
 import cv2
 import numpy as np
 
+from qwen_vl_ros.saliency.roi import Window
+
 LOG = logging.getLogger(__name__)
 
 #: The floor ahead in the picture of a camera that looks forward from a robot, in shares of width
@@ -35,6 +37,28 @@ def with_region(budget: int, always: np.ndarray, slices: int) -> int:
         LOG.warning('the region that is always kept holds %d of %d units, more than the budget '
                     'of %d: it alone is kept', held, units, budget)
     return max(budget, held)
+
+
+def within(region: Region, window: Window) -> Region:
+    """
+    Return a region of the whole frame as a crop of it has it.
+
+    :param region: in shares of the whole frame.
+    :param window: what the crop shows.
+    :return: for grids of the crop: the units in which the region lies.
+    """
+    def mask(rows: int, columns: int) -> np.ndarray:
+        fine = 4  # samples along a side of a unit
+        down, across = (round(fine * n * whole / part) for n, whole, part in (
+            (rows, window.frame_height, window.height),
+            (columns, window.frame_width, window.width)))
+        v = window.y + (np.arange(fine * rows) + 0.5) / (fine * rows) * window.height
+        u = window.x + (np.arange(fine * columns) + 0.5) / (fine * columns) * window.width
+        at = np.ix_((v / window.frame_height * down).astype(int),
+                    (u / window.frame_width * across).astype(int))
+        seen = region(down, across)[at].reshape(rows, fine, columns, fine)
+        return np.asarray(seen.any((1, 3)))
+    return mask
 
 
 def parse_region(text: str) -> Region | None:

@@ -163,20 +163,24 @@ def threshold_keep(values: np.ndarray, threshold: float = 0.3) -> np.ndarray:
     return (flat - low) / (high - low) >= threshold
 
 
-def random_keep(seed: int = 0, always: Region | None = None
-                ) -> Callable[[Sequence[Frame], Grid, float, str], np.ndarray]:
+@dataclass
+class RandomSelector:
     """
-    Return a selector that keeps random units (PatchDropout at inference), new for each call.
+    Keeps random units (PatchDropout at inference), new for each call.
 
     :param always: units that are kept first.
     """
-    rng = np.random.default_rng(seed)
 
-    def choose(frames: Sequence[Frame], grid: Grid, ratio: float, question: str = ''
-               ) -> np.ndarray:
+    seed: int = 0
+    always: Region | None = None
+
+    def __post_init__(self) -> None:
+        """Seed the generator."""
+        self._rng = np.random.default_rng(self.seed)
+
+    def __call__(self, frames: Sequence[Frame], grid: Grid, ratio: float, question: str = ''
+                 ) -> np.ndarray:
+        """Choose units; see :class:`UnitSelector`."""
         t, rows, columns = grid[0], grid[1] // 2, grid[2] // 2
-        return top_units(rng.random((t, rows, columns)).astype(np.float32), ratio,
-                         always=None if always is None else always(rows, columns))
-    return choose
-
-
+        return top_units(self._rng.random((t, rows, columns)).astype(np.float32), ratio,
+                         always=None if self.always is None else self.always(rows, columns))

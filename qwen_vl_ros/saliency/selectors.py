@@ -15,8 +15,8 @@ from qwen_vl_ros.saliency.gradient import gradient_magnitude
 from qwen_vl_ros.saliency.region import Region
 from qwen_vl_ros.saliency.select import (
     SIGNALS,
+    RandomSelector,
     UnitSelector,
-    random_keep,
     slice_frames,
     threshold_keep,
     top_units,
@@ -53,7 +53,7 @@ def make_selector(name: str, seed: int = 0, *, model: str | Path = '', head: str
     if name in ('uniform', *AFTER):
         return uniform_keep if always is None else UniformWithRegion(always)
     if name == 'random':
-        return random_keep(seed, always)
+        return RandomSelector(seed, always)
     if name == 'threshold':
         return ThresholdSelector(always)
     if name in SIGNALS:

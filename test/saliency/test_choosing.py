@@ -12,13 +12,21 @@ import torch
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.types import Delta, Done, Request, Visual
 from qwen_vl_ros.frame import Frame
+from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.roboscene.evaluate import frames_of
 from qwen_vl_ros.roboscene.items import items
 from qwen_vl_ros.saliency.after_merger import DROPPERS, drop_after_merger
-from qwen_vl_ros.saliency.answering import FULL_FRAME, REGION, Fewer, _say_no_region, answer
+from qwen_vl_ros.saliency.answering import (
+    FULL_FRAME,
+    REGION,
+    Fewer,
+    _region_first,
+    _say_no_region,
+    answer,
+)
 from qwen_vl_ros.saliency.controller import LADDER, LatencyController
 from qwen_vl_ros.saliency.picture import explain
-from qwen_vl_ros.saliency.region import _told, parse_region
+from qwen_vl_ros.saliency.region import _told, parse_region, within
 from qwen_vl_ros.saliency.roi import Window, best_window, overview_and_crop
 from qwen_vl_ros.saliency.select import budget
 from qwen_vl_ros.saliency.selectors import BEFORE, make_selector
@@ -157,6 +165,31 @@ def test_region_first_answers_about_two_pictures_and_maps_places_back(engine):
     assert REGION in got.approximate and got.kept_units[0].shape == (12, 16)
     assert 0.2 < got.kept_units[0].mean() < 0.4
     assert got.vision_tokens_in < 130
+
+
+def test_a_crop_has_the_region_where_the_frame_has_it():
+    region = parse_region('0,0 0.5,0 0.5,1 0,1')
+    # Of the window from a third of the width on, the frame's left half is the left third.
+    crop = within(region, Window(160, 0, 240, 240, 480, 240))(12, 12)
+    assert crop[:, :4].all() and not crop[:, 5:].any()
+    assert not within(region, Window(260, 0, 220, 240, 480, 240))(12, 12).any()
+    assert within(region, Window(0, 0, 120, 60, 480, 240))(2, 4).all()
+
+
+@pytest.mark.parametrize('name', ['saliency', 'next_frame', 'uniform', 'random'])
+def test_region_first_keeps_the_region_of_the_frame(name):
+    """Both pictures keep what the region covers of the frame, and the crop's budget holds."""
+    region = parse_region('corridor')
+    regioned = Engine.load(str(TINY), device='cpu', selector=make_selector(name, always=region))
+    item = next(items('path', 'test', 1, 3))
+    asked, window, _ = _region_first(regioned, request_of(item, 0.5), 0.4, Timeline(''))
+    small, part = (v for v in engine_plan(regioned, asked))
+    for visual, own in ((small, region), (part, within(region, window))):
+        _, h, w = visual.grid
+        held = own(h // 2, w // 2)
+        assert visual.unit_map.reshape(held.shape)[held].all()
+        assert visual.kept == max(held.sum(), budget(held.size, 0.5))
+    regioned.close()
 
 
 def test_boxes_and_points_stay_right_after_dropping(engine):

@@ -12,10 +12,10 @@ from qwen_vl_ros.saliency.gradient import contrast, gradient_magnitude
 from qwen_vl_ros.saliency.motion import MotionSignal, move_map, shift_of
 from qwen_vl_ros.saliency.samples import per_unit, unit_samples
 from qwen_vl_ros.saliency.select import (
+    RandomSelector,
     UnitSelector,
     budget,
     normalised,
-    random_keep,
     threshold_keep,
     top_units,
 )
@@ -139,7 +139,7 @@ def test_selector_counts_and_repeats():
     assert UnitSelector()([frame], GRID, 1.0).all()
     chosen = make_selector('random', 1)
     assert (chosen([frame], GRID, 0.5) != chosen([frame], GRID, 0.5)).any()
-    assert random_keep(3)([frame], GRID, 0.25).sum() == 48
+    assert RandomSelector(3)([frame], GRID, 0.25).sum() == 48
 
 
 def test_bad_names_and_weights_are_named():
