@@ -69,6 +69,11 @@ class Rounds:
         """Say whether the device is at work that was put onto it before."""
         return bool(self._draining) or any(track.busy for track in self._tracks.values())
 
+    @property
+    def choosing(self) -> bool:
+        """Say whether the device will soon have chosen somebody's first token."""
+        return any(task.run is not None and task.run.chooses for task in self.active)
+
     def advance(self) -> bool:
         """
         Run the next units of work of the most urgent request that has one.
@@ -110,12 +115,11 @@ class Rounds:
         if task.early is None or task.adopted is not None or not track.room(track.vision):
             return False
         visual, prepared = task.early
-        if not prepared.done() or task.cancelled():
+        if task.cancelled():
             return False
         clock = self._clock(task)
         with track.vision.active():
-            task.adopted = self.engine.model.encode_part(
-                visual, prepared.result(), whole(visual), clock)
+            task.adopted = self.engine.model.encode_part(visual, prepared, whole(visual), clock)
         task.early_mark = self._took(track, track.vision, task)
         return True
 
@@ -214,7 +218,9 @@ class Rounds:
             if other.visual.key in task.patches:
                 continue
             if task.early is not None and other.visual is task.run.visuals[0]:
-                task.patches[other.visual.key] = task.early[1]
+                made: Future[Prepared] = Future()
+                made.set_result(task.early[1])
+                task.patches[other.visual.key] = made
             else:
                 task.patches[other.visual.key] = self._prepare(task.run.patches, other)
         future = task.patches[look.visual.key]

@@ -260,6 +260,11 @@ class Running:
         if self._constraint is None:
             self._first = self._launch_first()
 
+    @property
+    def chooses(self) -> bool:
+        """Say whether the first token is being chosen."""
+        return self._first is not None
+
     def _launch_first(self) -> Arriving:
         assert self.hidden is not None
         request, model = self.request, self._shared.model
@@ -284,6 +289,8 @@ class Running:
             shared.options.repetition_window)
         self._text = TextStream(shared.tokenizer)
         choice = choice_of(first.wait())
+        if not choice.finite:
+            self._check_features()
         self.hidden = self._first = None
         if self.cache is not None:
             # The choice was waited for, so that all rows before it are written.
@@ -301,13 +308,16 @@ class Running:
             return None
         return self._constraint.advance(last).to(self._shared.model.device)
 
-    def _keep_features(self) -> None:
+    def _check_features(self) -> None:
+        """:raises EngineError: NUMERICAL where it was the encoder; its NaN reach every token."""
         for _, finite in self._finite:
             if not bool(finite):
                 raise EngineError(
                     ErrorCode.NUMERICAL,
                     'numerical failure: the encoder gave features that are not finite; '
                     'use bfloat16 or float32')
+
+    def _keep_features(self) -> None:
         for look in self.looks:
             if not look.cached:
                 features = look.done[0] if len(look.done) == 1 else torch.cat(look.done)

@@ -37,6 +37,9 @@ LOG = logging.getLogger(__name__)
 #: Seconds between two looks at the device while there is nothing else to do.
 GLANCE_S = 0.0001
 
+#: The same while somebody's first token is on its way.
+NEAR_S = 0.00002
+
 #: Longest time that a cancel goes unnoticed while nothing else happens, seconds.
 NOTICE_S = 0.005
 
@@ -246,7 +249,7 @@ class Scheduler:
     def _patience(self) -> float:
         """Return how long to wait for news, seconds."""
         if self._rounds.device_busy:
-            return GLANCE_S
+            return NEAR_S if self._rounds.choosing else GLANCE_S
         return NOTICE_S if self._rounds.active or self._waiting else 0.5
 
     def run_once(self) -> bool:
@@ -282,6 +285,7 @@ class Scheduler:
                 for task in gone:
                     self._waiting.remove(task)
                 chosen = self._startable()
+                idle = not self._rounds.active and len(self._waiting) == 1
                 if chosen is not None:
                     self._waiting.remove(chosen)
                     self._rounds.add(chosen)
@@ -290,7 +294,8 @@ class Scheduler:
                     task, EngineError(ErrorCode.CANCELLED, 'cancelled before its turn'))
             if chosen is None:
                 return
-            chosen.planning = self._prepare(self._plan, chosen)
+            chosen.planning = self._begin_here(chosen) if idle else self._prepare(
+                self._plan, chosen)
 
     def _prepare(self, work: Callable[..., object], *args: object) -> Future:
         future = self._host.submit(work, *args)
@@ -302,17 +307,39 @@ class Scheduler:
             self._news += 1
             self._changed.notify_all()
 
+    def _begin_here(self, task: Task) -> Future[Running]:
+        """
+        Plan here what the encoder waits for, where nobody else wants this thread; the rest beside.
+
+        Each hand-over to another thread takes as long as cutting a picture into patches.
+        """
+        try:
+            return self._prepare(self._end_plan, task, self._begin_plan(task))
+        except Exception as error:
+            failed: Future[Running] = Future()
+            failed.set_exception(error)
+            return failed
+
     def _plan(self, task: Task) -> Running:
-        """Lay a request out and begin its patches, on the host's thread."""
+        """Lay a request out and make its first patches, on the host's thread."""
+        return self._end_plan(task, self._begin_plan(task))
+
+    def _begin_plan(self, task: Task) -> Running:
+        """Do what the encoder waits for."""
         task.timeline.add('queue', task.submitted_ns, time.monotonic_ns())
         run = Running(self.engine, task.make(), task.timeline, task.cancelled,
                       self.options.micro_batch)
         early = run.lay_out()
         if early is not None:
-            task.early = early, self._prepare(self.engine.model.patches, early, task.timeline)
+            task.early = early, self.engine.model.patches(early, task.timeline)
+            self._notify()
+        return run
+
+    def _end_plan(self, task: Task, run: Running) -> Running:
+        """Do the rest, while the encoder may be at work."""
         run.plan()
         for visual in run.visuals[:1]:
-            if early is None and visual.key not in self.engine.features:
+            if task.early is None and visual.key not in self.engine.features:
                 task.patches[visual.key] = self._prepare(
                     self.engine.model.patches, visual, task.timeline)
         return run

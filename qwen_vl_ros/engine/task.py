@@ -57,7 +57,7 @@ class Task:
     #: Patches by the visual's key, made ahead or on their way.
     patches: dict[int, Future[Prepared]] = field(default_factory=dict)
     #: The first visual without its key, and its patches, both made before all is planned.
-    early: tuple[VisualToken, Future[Prepared]] | None = None
+    early: tuple[VisualToken, Prepared] | None = None
     #: Its merged tokens and whether they are finite, encoded before all is planned.
     adopted: tuple[Tensor, Tensor] | None = None
     early_mark: Mark = field(default_factory=Mark)

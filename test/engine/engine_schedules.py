@@ -59,7 +59,7 @@ class Driven(Scheduler):
         self._take_up()
         for task in list(self._rounds.active):
             task.planning.exception()
-            for patches in [*task.patches.values(), *filter(None, (task.early or ())[1:])]:
+            for patches in task.patches.values():
                 patches.exception()
 
 
