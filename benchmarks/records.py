@@ -78,6 +78,8 @@ def table(found: list[Record]) -> str:
             against = (f"  {_against(one)} {one['baseline']['name']} "
                        f"({one['baseline']['value']:g})")
         number = f"{one['value']:>9g} {one['unit']:<5}"
+        if one['kind'] != 'measured':
+            number += f" ({one['kind']})"
         lines.append(f"{case:<44} {one['metric']:<18} {number}{against}")
     return '\n'.join(lines)
 

@@ -4,8 +4,9 @@ The decode step: time a token, bandwidth, and what the client sees, beside trans
 Official shapes with random weights. Times are those of steps in a row by CUDA events; the share of
 the limit is held against the data sheet's bandwidth and against a kernel that only reads, both in
 the same run. ``--baseline`` adds transformers' own decoder (its forward pass and an argmax,
-without ``generate``) on the same weights: ``eager``, or ``compiled`` with a static cache, which
-takes a minute to compile and belongs in a call of its own.
+without ``generate``) on the same weights: ``eager``, and ``compiled`` with a static cache, which
+takes a minute to compile. What an Orin would need with the same share of its bandwidth is printed
+beside, and marked projected.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,16 @@ import torch
 
 from benchmarks.records import CannotRun, Record, median, percentile, record, write
 from benchmarks.stages import _decode_models as models
-from benchmarks.stages import _llama
+from benchmarks.stages import _decode_theirs, _llama
 from qwen_vl_ros.engine.cuda_decoder import CudaDecoder, make_decoder
 from qwen_vl_ros.engine.decoder import Row, TorchDecoder, step_logits
 from qwen_vl_ros.engine.generate import Choice
 from qwen_vl_ros.engine.kv_cache import KVCache
 from qwen_vl_ros.engine.language import LanguageModel
-from qwen_vl_ros.measure.devices import DEVICES
+from qwen_vl_ros.measure.devices import DEVICES, find_device
+
+#: The device that is projected, in its usual mode.
+ORIN = 'orin-agx-64'
 
 EAGER, COMPILED = 'transformers eager', 'transformers static-compiled'
 
@@ -35,7 +39,7 @@ EAGER, COMPILED = 'transformers eager', 'transformers static-compiled'
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument('--shape', nargs='+', default=['2b'], choices=('2b', '7b', 'tiny'))
-    parser.add_argument('--dtype', nargs='+', default=['bf16', 'int8', 'int4'],
+    parser.add_argument('--dtype', nargs='+', default=['bf16', 'fp16', 'int8', 'int4'],
                         choices=('bf16', 'fp16', 'int8', 'int4'))
     parser.add_argument('--context', nargs='+', type=int, default=[256, 512, 1024, 4096])
     parser.add_argument('--sequences', nargs='+', type=int, default=[1, 2, 4, 8],
@@ -58,13 +62,14 @@ def run(args: argparse.Namespace) -> list[Record]:
     bench = Bench(args, device, pin, max(read))
     bench.keep([record('decode', {'path': 'cuda', 'variant': 'torch.sum of 4 GB'}, 'gb_s',
                        median(read), 'GB/s', times=read, note='a kernel that only reads')])
+    compiled = bench.compiled(args.shape) if 'compiled' in args.baseline else {}
     for shape in args.shape:
-        theirs = bench.theirs(shape, False) if 'eager' in args.baseline else {}
+        theirs = compiled.get(shape, {})
+        if 'eager' in args.baseline:
+            theirs = bench.eager(shape) | theirs
         for dtype in args.dtype:
             bench.ours(shape, dtype, theirs)
-    if 'compiled' in args.baseline:
-        for shape in args.shape:
-            bench.beside(bench.theirs(shape, True), shape)
+            bench.note(f'{shape} {dtype}')
     return bench.found
 
 
@@ -102,6 +107,11 @@ class Bench:
                  read: float) -> None:
         self.args, self.device, self.pin, self.read = args, device, pin, read
         self.found: list[Record] = []
+        self._started = time.monotonic()
+
+    def note(self, what: str) -> None:
+        """Say how far the stage has come."""
+        print(f'{time.monotonic() - self._started:6.1f} s: {what}', flush=True)
 
     def keep(self, found: list[Record]) -> None:
         """Take records in, and write them at once: a later case may end the program."""
@@ -132,16 +142,6 @@ class Bench:
             self.keep(self.accuracy(shape, language, case))
         del decoder, language
         torch.cuda.empty_cache()
-
-    def beside(self, theirs: dict[str, float], shape: str) -> None:
-        """Hold the times that were taken against one more baseline."""
-        name, other = next(iter(theirs.items()))
-        for one in list(self.found):
-            case = one['case']
-            if one['metric'] == 'ms_per_token' and case.get('model') == shape and (
-                    case.get('path') == 'cuda' and case.get('context') == 512):
-                self.keep([record('decode', case, 'ms_per_token', one['value'], 'ms',
-                                  runs=one['runs'], baseline=(name, other))])
 
     def step(self, language: LanguageModel, decoder: CudaDecoder | TorchDecoder | Any,
              case: dict[str, Any], count: int, theirs: dict[str, float]) -> list[Record]:
@@ -181,9 +181,26 @@ class Bench:
                                 note=f'of {self.pin:g} GB/s on the data sheet'))
         found.append(record('decode', case, 'share_of_read', rate / self.read, '',
                             note=f'of {self.read:.0f} GB/s that a reading kernel reached'))
+        if self.pin and count == 1:
+            found.append(self.projected(case, moved, rate / self.pin))
         if self.args.llama and count == 1:
             found += _llama.beside(self.args.llama, case, 1e3 / ms)
         return found
+
+    def projected(self, case: dict[str, Any], moved: int, share: float) -> Record:
+        """
+        Return the time of a step on an Orin that reaches the same share of its bandwidth.
+
+        :param moved: bytes of the step.
+        """
+        device, name, mode = find_device(ORIN, None)
+        made = record(
+            'decode', {**{k: v for k, v in case.items() if k != 'path'}, 'device': ORIN,
+                       'power': name}, 'ms_per_token', moved / share / mode.gb_s / 1e6, 'ms',
+            kind='projected', note=f'{moved / 1e6:.0f} MB at {share:.1%} of {mode.gb_s:g} GB/s, '
+            'the share that the step reached on the machine that timed it')
+        made['machine'] = f'{device.title}, projected: none was at hand'
+        return made
 
     def client(self, language: LanguageModel, decoder: Any, case: dict[str, Any], before: int,
                ) -> list[Record]:
@@ -239,23 +256,32 @@ class Bench:
         return [record('decode', case, 'ms_to_host', median(late), 'ms', times=late,
                        note='a lone step: launch, and token decided to choice read')]
 
-    def theirs(self, shape: str, compiled: bool) -> dict[str, float]:
-        """Time transformers' decoder at context 512."""
-        model = models.TheirDecoder(shape, self.device, torch.bfloat16, 1024, compiled)
-        model.prefill(list(range(512)))
-        place, token = 512, torch.tensor([[7]], device=self.device)
+    def eager(self, shape: str) -> dict[str, float]:
+        """Time transformers' decoder as it is."""
+        model = models.TheirDecoder(shape, self.device, torch.bfloat16, 0)
+        return self.theirs(shape, EAGER, _decode_theirs.times_of(model))
 
-        def step() -> None:
-            nonlocal place, token
-            position = torch.tensor([place], device=self.device)
-            token = model.step(token, position).argmax().view(1, 1)
-            place += 1
+    def compiled(self, shapes: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Time transformers' decoder compiled, by shape; a shape that fails is left out."""
+        running = [_decode_theirs.Compiled(shape) for shape in shapes]
+        found = {}
+        ready = []
+        for one in running:
+            try:
+                one.wait()
+                ready.append(one)
+            except CannotRun as error:
+                print(f'left out: {error}')
+        for one in ready:
+            found[one.shape] = self.theirs(one.shape, COMPILED, one.times())
+        self.note('transformers compiled')
+        return found
 
-        times = timed(step, 40, 1)
-        name = COMPILED if compiled else EAGER
+    def theirs(self, shape: str, name: str, times: list[float]) -> dict[str, float]:
+        """Keep the times of a baseline, and return its name and median."""
         self.keep([record(
-            'decode', {'model': shape, 'dtype': 'bf16', 'context': 512, 'variant': name},
-            'ms_per_token', median(times), 'ms', times=times)])
+            'decode', {'model': shape, 'dtype': 'bf16', 'context': _decode_theirs.CONTEXT,
+                       'variant': name}, 'ms_per_token', median(times), 'ms', times=times)])
         torch.cuda.empty_cache()
         return {name: median(times)}
 

@@ -34,6 +34,14 @@ QUICK = {'patches': ['--seconds', '0.3', '--threads', '1'], 'answer': ['--second
                        '--coarse-seconds', '0', '--methods', 'head', 'uniform', 'downsample'],
          'observe': ['--answers', '10', '--windows', '6'],
          'overlap': ['--seconds', '1', '--cameras', '2', '--tokens', '8', '--questions', '2'],
+         'encoder': ['--seconds', '0.2', '--size', '640x480', '--keep', '1', '--frames', '0',
+                     '--grids', '2', '--no-compiled', '--no-int8'],
+         'prefill': ['--seconds', '0.2', '--size', '640x480', '--keep', '1', '--no-compiled'],
+         'first_token': ['--seconds', '0.3', '--size', '640x480', '--keep', '1', '--no-compiled'],
+         'decode': ['--dtype', 'bf16', 'int4', '--context', '512', '--sequences', '4',
+                    '--steps', '50', '--tokens', '100'],
+         'prefill_weights': ['--tokens', '128', '1024', '--runs', '3'],
+         'stream': ['--tokens', '300'], 'quantized': ['--items', '5'],
          'roofline': ['--most-rows', '64'], 'interconnect': ['--most-bytes', '16777216']}
 
 

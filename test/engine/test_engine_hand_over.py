@@ -51,10 +51,20 @@ def test_a_table_that_is_none_is_named(tmp_path):
 
 
 @pytest.mark.gpu
-def test_two_gpus_answer_as_one(picture):
+@pytest.mark.parametrize(('device', 'encoder'), [
+    ('cuda:0', 'cuda:1'), ('cuda:1', 'cuda:0'), ('cuda:1', 'cuda:1')])
+@pytest.mark.parametrize('scheduled', [False, True])
+def test_two_gpus_answer_as_one(picture, table, device, encoder, scheduled):
     if torch.cuda.device_count() < 2:
         pytest.skip('one GPU only')
     folder = str(share('models', 'tiny'))
     expected = answer(Engine.load(folder, device='cuda:0'), picture)
-    got = answer(Engine.load(folder, device='cuda:0', encoder_device='cuda:1'), picture)
+    engine = Engine.load(folder, device=device, encoder_device=encoder, interconnect=table)
+    if not scheduled:
+        got = answer(engine, picture)
+    else:
+        plan = engine.scheduler(2)
+        plan.start()
+        got = answer(plan, picture)
+        plan.stop()
     assert got.token_ids == expected.token_ids
