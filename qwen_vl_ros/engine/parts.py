@@ -9,9 +9,10 @@ alone, which is an experiment and approximate.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from torch import Tensor
 
 from qwen_vl_ros.engine.prompt import VisualToken
 
@@ -43,6 +44,30 @@ class Part:
         if self.units is None:
             return [area] * count
         return [int(n) for n in np.bincount(self.units // area, minlength=count)]
+
+
+@dataclass
+class Look:
+    """
+    A visual that the prompt needs, and how far it has come.
+
+    :param visual: as planned.
+    :param span: its place in the prompt.
+    :param parts: still to be encoded, in order.
+    :param done: merged tokens of the parts encoded, in order.
+    :param cached: the features were there already.
+    """
+
+    visual: VisualToken
+    span: tuple[int, int]
+    parts: list[Part]
+    done: list[Tensor] = field(default_factory=list)
+    cached: bool = False
+
+    @property
+    def ready(self) -> int:
+        """Return the prompt's index up to which features are there (or under way)."""
+        return self.span[0] + sum(part.shape[0] for part in self.done)
 
 
 def whole(visual: VisualToken) -> Part:

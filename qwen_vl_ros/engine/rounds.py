@@ -15,8 +15,8 @@ from qwen_vl_ros.engine.errors import EngineError
 from qwen_vl_ros.engine.generate import Choice
 from qwen_vl_ros.engine.lanes import Lane, Mark
 from qwen_vl_ros.engine.offload import Prepared
-from qwen_vl_ros.engine.parts import whole
-from qwen_vl_ros.engine.running import Look, Running
+from qwen_vl_ros.engine.parts import Look, whole
+from qwen_vl_ros.engine.running import Running
 from qwen_vl_ros.engine.stages import DeviceClock
 from qwen_vl_ros.engine.task import Priority, Task, Track
 from qwen_vl_ros.engine.types import Event, Stage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from qwen_vl_ros.engine.kv_cache import CachePool, KVCache
 from qwen_vl_ros.engine.model import Model, Placed
 from qwen_vl_ros.engine.offload import Prepared
 from qwen_vl_ros.engine.options import ModelInfo, Options
-from qwen_vl_ros.engine.parts import Part, banded, parts_of
+from qwen_vl_ros.engine.parts import Look, banded, parts_of
 from qwen_vl_ros.engine.prompt import Prompt, PromptBuilder, Turn, VisualToken
 from qwen_vl_ros.engine.request import check_request, lay_out, named, plan_visual
 from qwen_vl_ros.engine.sessions import Sessions, without_repeats
@@ -47,30 +47,6 @@ class Shared(Protocol):
     features: FeatureCache
     pool: CachePool
     end_tokens: frozenset[int]
-
-
-@dataclass
-class Look:
-    """
-    A visual that the prompt needs, and how far it has come.
-
-    :param visual: as planned.
-    :param span: its place in the prompt.
-    :param parts: still to be encoded, in order.
-    :param done: merged tokens of the parts encoded, in order.
-    :param cached: the features were there already.
-    """
-
-    visual: VisualToken
-    span: tuple[int, int]
-    parts: list[Part]
-    done: list[Tensor] = field(default_factory=list)
-    cached: bool = False
-
-    @property
-    def ready(self) -> int:
-        """Return the prompt's index up to which features are there (or under way)."""
-        return self.span[0] + sum(part.shape[0] for part in self.done)
 
 
 class Running:
