@@ -73,6 +73,17 @@ def test_xavier_has_rails_named_like_engines_and_sensors():
     assert s.temperatures['gpu'] == 36 and s.junction_c == 36.1  # PMIC's constant 100 left out
 
 
+def test_xavier_nx():
+    s = parse(lines.XAVIER_NX)
+    assert (s.emc_percent, s.emc_mhz, s.gpu_percent, s.gpu_mhz) == (2, 1600, 5, (114,))
+    assert [core.on for core in s.cpu] == [True] * 4 + [False] * 2
+    assert s.engines == {'VIC': Load(3, 115, True), 'APE': Load(None, 150, True)}
+    assert s.power_mw == {'VDD_IN': 3520, 'VDD_CPU_GPU_CV': 410, 'VDD_SOC': 1100}
+    assert (s.total_mw, s.power_average_mw['VDD_SOC']) == (3520, 1110)
+    # PMIC's constant 100 left out; the hottest of the others.
+    assert s.temperatures['gpu'] == 31.5 and s.junction_c == 33
+
+
 def test_thor_says_nothing_about_the_gpu_load():
     s = parse(lines.THOR)
     assert s.gpu_percent is None and s.gpu_mhz == (1575, 1575, 1575)
