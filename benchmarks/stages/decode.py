@@ -124,6 +124,14 @@ class Bench:
         before = used(self.device)
         language = models.language_model(shape, dtype, self.device)
         decoder = make_decoder(language)
+        for count in sorted({1, *self.args.sequences}):
+            # Whatever is chosen, captured or tuned at first use is so by that.
+            slots = [decoder.admit(Row(models.filled_cache(language, 512, 640), 0), 7)
+                     for _ in range(count)]
+            for _ in range(4):
+                decoder.step()
+            for slot in slots:
+                decoder.release(slot)
         path = 'cuda' if isinstance(decoder, CudaDecoder) else 'torch'
         case: dict[str, Any] = {'model': shape, 'dtype': dtype, 'path': path}
         alone = self.step(language, decoder, {**case, 'context': 512}, 1, theirs)
