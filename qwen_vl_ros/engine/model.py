@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -61,6 +62,11 @@ class Model:
         #: The encoder is at work after its call has returned.
         self.runs_ahead = self.vision.device.type == 'cuda'
 
+    @cached_property
+    def read_bytes(self) -> tuple[int, int]:
+        """Return the bytes of weights that a picture and a token read, from the first on."""
+        return self.vision.weight_bytes, self.language.weight_bytes
+
     def patches(self, visual: VisualToken, timeline: Timeline) -> Prepared:
         """Do the CPU's part of a visual's preprocessing, on whatever thread; see Offload."""
         with timeline.stage('patches') as span:
@@ -85,11 +91,10 @@ class Model:
         sent = self.offload.upload_bytes(prepared, *slices)
         with clock.stage('upload', bytes_read=sent, bytes_written=sent):
             self.offload.upload(prepared, *slices)
-        cost = costs.encode_cost(
-            self.config.vision, prepared.features,
-            [4 * n for n in part.kept_per_slice(area // 4)], self.vision.weight_bytes,
-            self.element_size)
-        with clock.stage('encode', **cost):
+        with clock.stage('encode', lambda: costs.encode_cost(
+                self.config.vision, prepared.features,
+                [4 * n for n in part.kept_per_slice(area // 4)], self.read_bytes[0],
+                self.element_size)):
             x = self.offload.embed(prepared, part.units, *slices)
             units = None if part.units is None else torch.from_numpy(part.units)
             grid = (part.end_slice - part.first_slice, *visual.grid[1:])
@@ -141,10 +146,9 @@ class Model:
         :param stop: one past the chunk's last index.
         :return: the prompt's last hidden state [1, width]; none [0, width] where more follows.
         """
-        cost = costs.decoder_cost(
-            self.config.language, stop - start, start, 0, self.language.weight_bytes,
-            self.element_size)
-        with clock.stage('prefill', **cost):
+        with clock.stage('prefill', lambda: costs.decoder_cost(
+                self.config.language, stop - start, start, 0, self.read_bytes[1],
+                self.element_size)):
             x = self.embed(prompt, start, features, stop)
             positions = self._send(prompt.positions[:, start:stop])
             hidden = self.language.prefill(
@@ -186,7 +190,7 @@ class Model:
         :param allowed: see :meth:`Decoder.step`.
         :return: choices by slot.
         """
-        share = self.language.weight_bytes // len(rows)
+        share = self.read_bytes[1] // len(rows)
         with ExitStack() as stages:
             for clock, past in rows:
                 cost = costs.decoder_cost(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,11 +39,18 @@ class DeviceClock:
         return self if device == self._device else DeviceClock(self._timeline, device)
 
     @contextmanager
-    def stage(self, name: str, **cost: Any) -> Iterator[None]:
-        """Time a block of device work; ``cost`` as in :meth:`Timeline.stage`."""
+    def stage(
+        self, name: str, later: Callable[[], Mapping[str, Any]] | None = None, **cost: Any,
+    ) -> Iterator[None]:
+        """
+        Time a block of device work; ``cost`` as in :meth:`Timeline.stage`.
+
+        :param later: gives the cost when the work has been launched: the device need not wait.
+        """
         if self._device.type != 'cuda':
-            with self._timeline.stage(name, **cost):
+            with self._timeline.stage(name, **cost) as span:
                 yield
+            vars(span).update(later() if later else {})
             return
         stream = torch.cuda.current_stream(self._device)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -55,7 +62,8 @@ class DeviceClock:
             end.record(stream)
             span = self._timeline.add(
                 name, started, time.monotonic_ns(),
-                stream=' '.join(filter(None, (str(self._device), active_lane()))), **cost)
+                stream=' '.join(filter(None, (str(self._device), active_lane()))), **cost,
+                **(later() if later else {}))
 
             def resolve(span: Span) -> None:
                 end.synchronize()
