@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -86,7 +86,7 @@ class CudaEncoder:
         #: By rows of a bucket: fc1 and its activation are one kernel, where that is faster.
         self.activated: dict[int, bool] = {}
         self._taken = Turns(encoder.device)
-        self._layouts: OrderedDict[tuple[int, int, int], Layout] = OrderedDict()
+        self._layouts: OrderedDict[tuple[tuple[int, int, int], bytes], Layout] = OrderedDict()
         angles = torch.arange(POSITIONS)[:, None].float() * inverse_frequencies(
             cfg.head_dim // 2, cfg.theta)
         self._turns = torch.stack((angles.cos(), angles.sin()), -1).contiguous().to(encoder.device)
@@ -168,25 +168,35 @@ class CudaEncoder:
     def _layout(self, grid: tuple[int, int, int], units: Tensor | None) -> Layout:
         from qwen_vl_ros.engine.vision import patch_positions
 
-        whole = self._layouts.get(grid)
-        t, h, w = grid
-        if whole is None:
-            spots = patch_positions(h, w).int().repeat(t, 1)
-            whole = Layout(t * h * w, spots.to(self.encoder.device),
-                           self._upload(tile_list([h * w] * t)))
-            while len(self._layouts) >= LAYOUTS:
-                self._layouts.popitem(last=False)
-            self._layouts[grid] = whole
-        self._layouts.move_to_end(grid)
+        whole = self._kept_layout(grid, b'', lambda: Layout(
+            t * h * w, patch_positions(h, w).int().repeat(t, 1).to(self.encoder.device),
+            self._upload(tile_list([h * w] * t))))
         if units is None:
             return whole
         # Units that are on the host already are counted there, without waiting for the device.
         chosen = units.cpu().numpy()
-        counts = np.bincount(chosen // (h * w // 4), minlength=t)
-        on_device = units if units.is_cuda else self._upload(chosen)
-        return Layout(
-            4 * chosen.size, whole.spots.view(-1, 8)[on_device].view(-1, 2),
-            self._upload(tile_list([4 * int(n) for n in counts if n])))
+
+        def part() -> Layout:
+            counts = np.bincount(chosen // (h * w // 4), minlength=t)
+            on_device = units if units.is_cuda else self._upload(chosen)
+            return Layout(
+                4 * chosen.size, whole.spots.view(-1, 8)[on_device].view(-1, 2),
+                self._upload(tile_list([4 * int(n) for n in counts if n])))
+
+        # Some selectors keep the same units of every picture.
+        return self._kept_layout(grid, chosen.tobytes(), part)
+
+    def _kept_layout(self, grid: tuple[int, int, int], units: bytes,
+                     make: Callable[[], Layout]) -> Layout:
+        """Return a layout, made where it is new; the least used are given up."""
+        key = grid, units
+        if key not in self._layouts:
+            made = make()
+            while len(self._layouts) >= LAYOUTS:
+                self._layouts.popitem(last=False)
+            self._layouts[key] = made
+        self._layouts.move_to_end(key)
+        return self._layouts[key]
 
     def _upload(self, array: np.ndarray) -> Tensor:
         host = torch.from_numpy(np.ascontiguousarray(array))
