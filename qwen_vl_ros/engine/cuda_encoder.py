@@ -168,6 +168,7 @@ class CudaEncoder:
     def _layout(self, grid: tuple[int, int, int], units: Tensor | None) -> Layout:
         from qwen_vl_ros.engine.vision import patch_positions
 
+        t, h, w = grid
         whole = self._kept_layout(grid, b'', lambda: Layout(
             t * h * w, patch_positions(h, w).int().repeat(t, 1).to(self.encoder.device),
             self._upload(tile_list([h * w] * t))))
