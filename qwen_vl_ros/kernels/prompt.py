@@ -85,7 +85,8 @@ class PromptKernels:
 
     def _run(self, name: str, *arguments: object) -> None:
         passed = (ctypes.byref(a) if isinstance(a, ctypes.Structure) else a for a in arguments)
-        call(getattr(self._library, f'qwen_vl_{name}'), *passed, stream(self.device))
+        with torch.cuda.device(self.device):  # whose default stream is meant, if it is that
+            call(getattr(self._library, f'qwen_vl_{name}'), *passed, stream(self.device))
 
 
 class PlainPrompt:
