@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import socket
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from unittest import mock
 
+import numpy as np
 import torch
 
 from benchmarks.records import CannotRun, Record, median, record
@@ -23,12 +28,13 @@ from benchmarks.stages._engines import picture, timed_engine
 from benchmarks.stages._node import SIZE, Node, interval, windows
 from benchmarks.stages._switched_node import SHAPE
 from benchmarks.stages.answer import ask
+from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.stages import DeviceClock
 from qwen_vl_ros.measure.export import Exports, Finished, open_exports
-from qwen_vl_ros.measure.timeline import Timeline
+from qwen_vl_ros.measure.timeline import Span, Timeline
 
-#: Answers of a window.
-ANSWERS = 8
+#: Tokens of a window's answers together; at least one answer.
+WINDOW_TOKENS = 64
 
 #: Seconds between two looks of Prometheus; its own default is 15.
 LOOK_S = 5.0
@@ -37,7 +43,7 @@ LOOK_S = 5.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument('--answers', type=int, default=100, help='with and without')
-    parser.add_argument('--tokens', type=int, default=8, help='of an answer')
+    parser.add_argument('--tokens', type=int, help='of an answer (33 on a GPU, else 8)')
     parser.add_argument('--shape', choices=('tiny', '2b'), help='(2b on a GPU, else tiny)')
     parser.add_argument('--windows', type=int, default=60,
                         help='with and without, of a running node; 0 starts none (%(default)s)')
@@ -45,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[Record]:
     """Time answers with and without exports, of an engine and of a node."""
+    args.tokens = args.tokens or (33 if torch.cuda.is_available() else 8)
     args.shape = args.shape or ('2b' if torch.cuda.is_available() else 'tiny')
     found = engine(args)
     if args.windows:
@@ -85,9 +92,10 @@ def node(args: argparse.Namespace, alive: bool) -> list[Record]:
         'OTEL_EXPORTER_OTLP_ENDPOINT': f'http://127.0.0.1:{to}',
         SHAPE: '' if args.shape == 'tiny' else args.shape})
     looked = [0.0]
+    answers = max(1, WINDOW_TOKENS // args.tokens)
 
     def work(on: bool) -> None:
-        for _ in range(ANSWERS):
+        for _ in range(answers):
             running.ask(args.tokens)
         if on and time.monotonic() > looked[0] + LOOK_S:
             looked[0] = time.monotonic()
@@ -105,7 +113,7 @@ def node(args: argparse.Namespace, alive: bool) -> list[Record]:
         if collector is not None:
             collector.shutdown()
             collector.server_close()
-    rate = {on: ANSWERS / median(times) for on, times in taken['seconds'].items()}
+    rate = {on: answers / median(times) for on, times in taken['seconds'].items()}
     which = 'a collector' if alive else 'dead collector'
     case = {**case_of(args), 'variant': f'running node, all exports on, {which}'}
     found = [record(
@@ -117,7 +125,7 @@ def node(args: argparse.Namespace, alive: bool) -> list[Record]:
         middle, low, high = interval(taken[meter][True], taken[meter][False])
         found.append(record(
             'node', case, metric, middle - 1, '', runs=args.windows,
-            note=f'{words}: median of {args.windows} pairs of windows of {ANSWERS} answers, '
+            note=f'{words}: median of {args.windows} pairs of windows of {answers} answers, '
             f'Prometheus looking every {LOOK_S:g} s; 95 % interval {low - 1:+.4f} to '
             f'{high - 1:+.4f}'))
         print(f'{which}: {found[-1]["note"]}')
@@ -154,6 +162,7 @@ def engine(args: argparse.Namespace) -> list[Record]:
             times[name].append((ended - started) / 1e6)
             if name == 'on':
                 handing_over.append((ended - answered) / 1e6)
+    times |= bare(loaded, pictures, args)
     with_exports, without = median(times['on']), median(times['off'])
     line = ask(loaded, pictures[0], args.tokens)
     device = loaded.model.device
@@ -164,7 +173,11 @@ def engine(args: argparse.Namespace) -> list[Record]:
     on.close()
     loaded.close()
     case = case_of(args)
+    middle, low, high = interval(times['timed'], times['bare'])
     return [
+        record('node', {**case, 'variant': 'timeline'}, 'share_lost', middle - 1, '',
+               runs=args.answers, note=f'time of an answer: median of {args.answers} pairs with '
+               f'and without, 95 % interval {low - 1:+.4f} to {high - 1:+.4f}'),
         record('node', {**case, 'variant': 'timeline'}, 'share_of_time',
                spent_us / 1e3 / without, '',
                note=f'{spans["cpu"]} stages of the host of {per_span_us["cpu"]:.2f} us and '
@@ -176,6 +189,28 @@ def engine(args: argparse.Namespace) -> list[Record]:
         record('node', {**case, 'variant': f'{count} exports, dead collector'}, 'ms',
                with_exports, 'ms', times=times['on'], baseline=('no exports', without),
                note='answers one after another; the exports send on threads of their own')]
+
+
+def bare(loaded: Engine, pictures: list[np.ndarray], args: argparse.Namespace,
+         ) -> dict[str, list[float]]:
+    """Return milliseconds of answers with timelines and with clocks that note nothing."""
+    @contextmanager
+    def nothing(*about: object, **more: object) -> Iterator[Span]:
+        yield Span('', 0, 0)
+
+    order = random.Random(0)
+    found: dict[str, list[float]] = {'timed': [], 'bare': []}
+    for number in range(args.answers):
+        for name in order.sample(('timed', 'bare'), 2):
+            with ExitStack() as patches:
+                if name == 'bare':
+                    for kind in (Timeline, DeviceClock):
+                        patches.enter_context(mock.patch.object(kind, 'stage', nothing))
+                started = time.perf_counter_ns()
+                line = ask(loaded, pictures[number % 8], args.tokens)
+                line.busy_ms()  # reading them is a part
+                found[name].append((time.perf_counter_ns() - started) / 1e6)
+    return found
 
 
 def span_cost_us(device: torch.device, count: int = 5_000) -> float:

@@ -207,8 +207,9 @@ class CudaDecoder:
                 if self.language.device.type == 'cuda':
                     torch.cuda.synchronize(self.language.device)  # raises what it knows
                 return False
-            if waited > SPIN:
-                time.sleep(0.0002)
+            # Without a pause too: whoever waits for the interpreter (a client for the last token's
+            # text) gets it now and not when its patience ends.
+            time.sleep(0.0002 if waited > SPIN else 0)
         return True
 
 

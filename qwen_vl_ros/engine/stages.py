@@ -14,6 +14,10 @@ from torch import Tensor
 from qwen_vl_ros.engine.lanes import active_lane
 from qwen_vl_ros.measure.timeline import Span, Timeline
 
+#: Pairs of events kept for each device.
+SPARE = 256
+_SPARE: dict[torch.device, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+
 
 class DeviceClock:
     """
@@ -29,6 +33,7 @@ class DeviceClock:
     def __init__(self, timeline: Timeline, device: torch.device) -> None:
         self._timeline = timeline
         self._device = device
+        self._spare = _SPARE.setdefault(device, [])
         if device.type == 'cuda':
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record(torch.cuda.current_stream(device))
@@ -53,7 +58,7 @@ class DeviceClock:
             vars(span).update(later() if later else {})
             return
         stream = torch.cuda.current_stream(self._device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = self._pair()
         begin.record(stream)
         started = time.monotonic_ns()
         try:
@@ -69,8 +74,17 @@ class DeviceClock:
                 end.synchronize()
                 span.start_ns = self._origin_ns + int(self._origin.elapsed_time(begin) * 1e6)
                 span.end_ns = self._origin_ns + int(self._origin.elapsed_time(end) * 1e6)
+                if len(self._spare) < SPARE:
+                    self._spare.append((begin, end))
 
             span._resolve = resolve
+
+    def _pair(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Return two events, used ones where there are some: making them takes longest."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
 
 
 class Arriving:

@@ -84,8 +84,9 @@ class Timeline:
     def spans(self) -> list[Span]:
         """Return all spans, resolved, ordered by start."""
         for span in self._spans:
-            if span._resolve is not None:
-                resolve, span._resolve = span._resolve, None
+            # Of two threads that read at a time one resolves.
+            resolve = vars(span).pop('_resolve', None)
+            if resolve is not None:
                 resolve(span)
         return sorted(self._spans, key=lambda s: s.start_ns)
 
