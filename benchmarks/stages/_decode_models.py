@@ -26,8 +26,9 @@ def random_weights(config: LanguageConfig, tied: bool, dtype: torch.dtype, devic
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int, scale: float, mean: float = 0.0) -> Tensor:
-        wide = torch.randn(*shape, generator=generator, device=device)
-        return (wide * scale + mean).to(dtype)
+        # In place: what lies about in float32 would leave holes in the device's memory.
+        return torch.empty(shape, dtype=dtype, device=device).normal_(
+            mean, scale, generator=generator)
 
     c, m, kv = config.width, config.mlp_width, config.kv_heads * config.head_dim
     out = {'language.embed_tokens.weight': normal(config.vocab, c, scale=0.05),

@@ -111,6 +111,8 @@ def one_form(args: argparse.Namespace, dtype: str) -> list[Record]:
             if 2 <= number <= len(noted.at) + 1]
     first, last = rows[0], rows[-1]
     rest = last[1] - before - weights - caches
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    ours = torch.cuda.memory_allocated(device) - weights - caches
     engine.close()
     return [
         record('decode', case, 'ms_per_token_client', median(times), 'ms', times=times,
@@ -122,7 +124,8 @@ def one_form(args: argparse.Namespace, dtype: str) -> list[Record]:
                'ms_to_host, from the end of the step on the device'),
         record('decode', case, 'mb', rest / 1e6, 'MB', note=f'device memory of the whole engine '
                f'beside {weights / 1e6:.0f} MB of weights and {caches / 1e6:.0f} MB of cache at '
-               f'token {last[0]}: encoder, prefill and libraries; the context of '
+               f'token {last[0]}: {ours / 1e6:.0f} MB of buffers, {held / 1e6:.0f} MB that torch '
+               'keeps for later, the rest code and libraries; the context of '
                f'{before / 1e6:.0f} MB aside'),
         record('decode', case, 'mb_grown', (last[1] - first[1]) / 1e6, 'MB',
                note=f'from token {first[0]} to {last[0]}; seen in between: '
