@@ -267,7 +267,9 @@ extern "C" int qwen_vl_attend_segments(const qwen_vl_heads* heads, int32_t form,
     using T = decltype(type);
     Attention<T> p = of_qkv<T>(*heads, qkv, out, scale);
     p.tiles = reinterpret_cast<const int4*>(tiles);
-    if (form == QWEN_VL_WGMMA) return launch_wgmma(heads->dtype, &p, tile_count, heads->heads, s);
+    if (form == QWEN_VL_WGMMA) {
+      return launch_wgmma(heads->dtype, &p, heads->rows, tile_count, heads->heads, s);
+    }
     return static_cast<int>(by_dim<T, false>(*heads, p, tile_count, s));
   };
   const int error = heads->dtype == QWEN_VL_BF16 ? run(__nv_bfloat16()) : run(__half());

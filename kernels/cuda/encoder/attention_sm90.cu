@@ -1,15 +1,17 @@
-// Attention within segments on Hopper's wgmma, for heads of 80 channels; compiled for sm_90a.
+// Attention within segments on Hopper's wgmma and copy engine, for heads of 80 channels; compiled for
+// sm_90a.
 //
-//     a block      stays, and takes tiles of 128 queries of one head: four warps copy, two
+//     a block      stays, and takes tiles of 128 queries of one head: a thread copies, two
 //                  warpgroups have 64 queries each, which stay in registers
-//     a step       the scores of the next keys and the result of the last ones are in the tensor
-//                  cores together while the softmax of the next begins (FlashAttention-3, Shah et
-//                  al. 2024)
-//     a product    scores m64n112k16 in 5 steps, result m64n80k16 in 7: 80 channels cost 80
-//     ring         five tiles of 112 keys and values. A copying warp fills every fourth tile and
-//                  waits for it alone: the fence that shows copies to the tensor cores also waits
-//                  for all that its thread has under way
+//     a step       the scores of the next 160 keys and the result of the last ones are in the tensor
+//                  cores together; the softmax of the next runs meanwhile, and also while the other
+//                  warpgroup's products do, since the two take turns (FlashAttention-3, Shah et al.
+//                  2024)
+//     a product    scores m64n160k16 in 5 steps, result m64n80k16 in 10: 80 channels cost 80
+//     ring         three tiles of keys and three of values, each copied as one box of five columns of
+//                  16 channels. A box may reach beyond its segment: such keys are hidden
 #include "attention.cuh"
+#include "copy_engine.cuh"
 #include "hopper.h"
 #include "mma.cuh"
 #include "wgmma.cuh"
@@ -17,19 +19,19 @@
 namespace qwen_vl {
 namespace {
 
-constexpr int kDim = 80, kChunks = kDim / 8;
-constexpr int kQueries = QWEN_VL_TILE_ROWS, kKeys = 112;
-constexpr int kCopyWarps = 4, kGroups = 2, kGroupThreads = 128;
-constexpr int kThreads = kCopyWarps * 32 + kGroups * kGroupThreads;
-constexpr int kCopyRegisters = 56, kGroupRegisters = 224;
-constexpr int kStages = 5;
-// From one column of 16-byte chunks to the next: eight chunks of a row lie in different banks.
-constexpr int kQueryStep = kQueries * 16 + 16, kKeyStep = kKeys * 16 + 16;
-constexpr int kQueryBytes = (kChunks * kQueryStep + 127) / 128 * 128;
-constexpr int kTileBytes = (kChunks * kKeyStep + 127) / 128 * 128;
-constexpr int kRingBytes = kStages * 2 * kTileBytes;
-constexpr int kSharedBytes = kQueryBytes + kRingBytes + 2 * kStages * 8;
-static_assert(kSharedBytes <= 226 * 1024, "what a block may take");
+constexpr int kDim = 80, kColumns = kDim / 16;
+constexpr int kGroups = 2, kGroupRows = 64, kGroupThreads = 128, kKeys = 160;
+static_assert(kGroups * kGroupRows == QWEN_VL_TILE_ROWS, "a group for each half of a tile");
+constexpr int kThreads = (1 + kGroups) * kGroupThreads;
+constexpr int kCopyRegisters = 24, kGroupRegisters = 240;
+constexpr int kStages = 3;
+constexpr int kQueryStep = kGroupRows * kColumnBytes, kKeyStep = kKeys * kColumnBytes;
+constexpr int kQueryBytes = kColumns * kQueryStep, kTileBytes = kColumns * kKeyStep;
+constexpr int kBarriers = 2 + 4 * kStages;
+constexpr int kAlignment = 1024;
+constexpr int kSharedBytes =
+    kGroups * kQueryBytes + kStages * 2 * kTileBytes + kBarriers * 8 + kAlignment;
+static_assert(kSharedBytes <= 227 * 1024, "what a block may take");
 
 // What a block works on: one tile of queries of one head.
 struct Item {
@@ -42,15 +44,91 @@ struct Item {
   }
 };
 
-template <class T>
-__device__ inline void pack(uint32_t (&weights)[kKeys / 16][4],
-                            const float (&scores)[kKeys / 8][4]) {
-#pragma unroll
-  for (int i = 0; i < kKeys / 16 * 4; ++i) {
-    const float* const two = scores[i / 4 * 2 + i % 4 / 2] + i % 2 * 2;
-    weights[i / 4][i % 4] = narrow<T>(two[0], two[1]);
+// Where things lie in shared memory. A slot's barriers: of keys and of values, full and empty.
+struct Places {
+  uint32_t queries, ring, queries_full, queries_empty, barriers;
+
+  __device__ explicit Places(uint32_t start) : queries((start + kAlignment - 1) / kAlignment * kAlignment) {
+    ring = queries + kGroups * kQueryBytes;
+    queries_full = ring + kStages * 2 * kTileBytes;
+    queries_empty = queries_full + 8;
+    barriers = queries_full + 16;
   }
-}
+  __device__ uint32_t tile(int slot, bool values) const {
+    return ring + (2 * slot + values) * kTileBytes;
+  }
+  __device__ uint32_t full(int slot, bool values) const { return barriers + (4 * slot + values) * 8; }
+  __device__ uint32_t empty(int slot, bool values) const { return full(slot, values) + 16; }
+};
+
+// The running softmax of attention.cuh with two differences. The number that scores are held against
+// follows the largest one only when that is 2^8 ahead, as in FlashAttention-4: most
+// tiles shrink nothing. And powers are taken where they stand in the source.
+struct LazySoftmax {
+  float base[2], sum[2];
+
+  __device__ static float power(float x) {
+    float y;
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+
+  __device__ static float largest(const float (&s)[kKeys / 8][4], int row, float most) {
+    float other = most;
+#pragma unroll
+    for (int i = 0; i < kKeys / 8; ++i) {
+      most = fmaxf(most, s[i][2 * row]);
+      other = fmaxf(other, s[i][2 * row + 1]);
+    }
+    return quad_max(fmaxf(most, other));
+  }
+
+  __device__ void add(float (&s)[kKeys / 8][4], float scale) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float offset = base[row] * scale;
+      float even = 0.0f, odd = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kKeys / 8; ++i) {
+        s[i][2 * row] = power(fmaf(s[i][2 * row], scale, -offset));
+        s[i][2 * row + 1] = power(fmaf(s[i][2 * row + 1], scale, -offset));
+        even += s[i][2 * row];
+        odd += s[i][2 * row + 1];
+      }
+      sum[row] += even + odd;
+    }
+  }
+
+  // Turns the first scores into numerators.
+  __device__ void begin(float (&s)[kKeys / 8][4], float scale) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      base[row] = largest(s, row, -INFINITY);
+      // Nothing but -inf: 0 in its place keeps NaN out.
+      if (base[row] == -INFINITY) base[row] = 0.0f;
+      sum[row] = 0.0f;
+    }
+    add(s, scale);
+  }
+
+  // The same with later ones; true, for the whole warp, where results so far have to shrink.
+  __device__ bool step(float (&s)[kKeys / 8][4], float scale, float (&shrink)[2]) {
+    constexpr float kAhead = 8.0f;
+    const float most[2] = {largest(s, 0, base[0]), largest(s, 1, base[1])};
+    const bool shrinks = __any_sync(
+        ~0u, (most[0] - base[0]) * scale > kAhead || (most[1] - base[1]) * scale > kAhead);
+    if (shrinks) {
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        shrink[row] = power((base[row] - most[row]) * scale);
+        base[row] = most[row];
+        sum[row] *= shrink[row];
+      }
+    }
+    add(s, scale);
+    return shrinks;
+  }
+};
 
 // Hides what lies after the segment's end; `left` keys of the tile are inside.
 __device__ inline void hide(float (&scores)[kKeys / 8][4], int left, int lane) {
@@ -63,161 +141,211 @@ __device__ inline void hide(float (&scores)[kKeys / 8][4], int left, int lane) {
   }
 }
 
-template <class T>
-__global__ void __launch_bounds__(kThreads, 1)
-    attend(const Attention<T> p, int tile_count, int items) {
-  extern __shared__ __align__(128) uint8_t memory[];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint32_t queries_at = shared_address(memory), ring_at = queries_at + kQueryBytes;
-  const uint32_t full_at = ring_at + kRingBytes, empty_at = full_at + kStages * 8;
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(full_at + i * 8, 1);
-      barrier_init(empty_at + i * 8, kGroups * kGroupThreads / 32);
-    }
+// Zeros in place of a tile's values from row `left` on: what belongs to another segment may not be
+// finite, and a weight of zero would not hide that.
+__device__ inline void wipe(uint32_t values, int left, int thread) {
+  constexpr int kPieces = kDim / 8;  // of 16 bytes
+  for (int i = left * kPieces + thread; i < kKeys * kPieces; i += kGroupThreads) {
+    const uint32_t at =
+        values + i % kPieces / 2 * kKeyStep + i / kPieces * kColumnBytes + i % 2 * 16;
+    asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
   }
-  __syncthreads();
+  publish_shared();
+}
 
-  if (warp < kCopyWarps) {
-    registers_down<kCopyRegisters>();
-    int count = 0;  // tiles of keys so far, of all items
-    for (int number = blockIdx.x; number < items; number += gridDim.x) {
-      const Item item(p.tiles, tile_count, number);
-      const T* const keys = p.k + item.head * p.kv_head;
-      const int64_t values_after = p.v - p.k;
-      for (int tile = 0; tile < item.tiles; ++tile, ++count) {
-        if (count % kCopyWarps != warp) continue;
-        const int slot = count % kStages;
-        if (count >= kStages) barrier_wait(empty_at + slot * 8, (count / kStages - 1) & 1);
-        const uint32_t to = ring_at + slot * 2 * kTileBytes;
-        const int first = item.first_key + tile * kKeys;
-#pragma unroll 5
-        for (int i = lane; i < kKeys * kChunks; i += 32) {
-          const int row = i / kChunks, chunk = i % kChunks;
-          const bool there = first + row < item.end_key;
-          const T* const from = keys + (there ? first + row : first) * p.kv_row + chunk * 8;
-          const uint32_t at = to + chunk * kKeyStep + row * 16;
-          copy_or_zero(at, from, there);
-          copy_or_zero(at + kTileBytes, from + values_after, there);
-        }
-        commit_async();
-        wait_async<0>();
-        publish_shared();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(full_at + slot * 8);
-      }
+template <class T>
+__device__ inline void pack(uint32_t (&weights)[kKeys / 16][4],
+                            const float (&scores)[kKeys / 8][4]) {
+#pragma unroll
+  for (int i = 0; i < kKeys / 16 * 4; ++i) {
+    const float* const two = scores[i / 4 * 2 + i % 4 / 2] + i % 2 * 2;
+    weights[i / 4][i % 4] = narrow<T>(two[0], two[1]);
+  }
+}
+
+// Copies queries, keys and values of every item of a block.
+template <class T>
+__device__ inline void copy_items(const CUtensorMap& queries, const CUtensorMap& keys,
+                                  const Attention<T>& p, const Places& at, int heads,
+                                  int tile_count, int items) {
+  int count = 0, turn = 0;  // tiles of keys and items so far
+  for (int number = blockIdx.x; number < items; number += gridDim.x) {
+    const Item item(p.tiles, tile_count, number);
+    if (!item.tiles) continue;
+    if (turn) barrier_wait(at.queries_empty, (turn - 1) & 1);
+    ++turn;
+    barrier_expect(at.queries_full, kGroups * kQueryBytes);
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      copy_box(at.queries + group * kQueryBytes, queries, 0, item.first_query + group * kGroupRows,
+               item.head * kColumns, at.queries_full);
     }
-  } else {
-    registers_up<kGroupRegisters>();
-    const int group = (warp - kCopyWarps) / 4, thread = threadIdx.x % kGroupThreads;
-    const int first_row = group * 64 + thread / 32 * 16;
-    const int meeting = 1 + group;  // barrier 0 is that of the whole block
-    int count = 0;
-    for (int number = blockIdx.x; number < items; number += gridDim.x) {
-      const Item item(p.tiles, tile_count, number);
-      if (!item.tiles) continue;
-      named_wait<kGroupThreads>(meeting);  // all have read their last queries
-      const T* const queries_from = p.q + item.head * p.q_head;
+    for (int tile = 0; tile < item.tiles; ++tile, ++count) {
+      const int slot = count % kStages;
 #pragma unroll
-      for (int i = thread; i < 64 * kChunks; i += kGroupThreads) {
-        const int row = group * 64 + i / kChunks, chunk = i % kChunks;
-        const bool there = item.first_query + row < item.end_query;
-        copy_or_zero(queries_at + chunk * kQueryStep + row * 16,
-                     queries_from +
-                         (there ? item.first_query + row : item.first_query) * p.q_row + chunk * 8,
-                     there);
-      }
-      commit_async();
-      wait_async<0>();
-      named_wait<kGroupThreads>(meeting);
-      uint32_t queries[kDim / 16][4];
-#pragma unroll
-      for (int step = 0; step < kDim / 16; ++step) {
-        load_matrices(queries[step], queries_at + (2 * step + lane / 16) * kQueryStep +
-                                         (first_row + lane % 16) * 16);
-      }
-      float result[kDim / 8][4] = {};
-      float scores[kKeys / 8][4];
-      uint32_t weights[kKeys / 16][4];
-      Softmax softmax;
-      const auto wait_full = [&](int tile) {
-        barrier_wait(full_at + (count + tile) % kStages * 8, (count + tile) / kStages & 1);
-      };
-      const auto multiply_keys = [&](int tile) {
-        const uint64_t keys =
-            matrix(ring_at + (count + tile) % kStages * 2 * kTileBytes, kKeyStep, 128);
-#pragma unroll
-        for (int step = 0; step < kDim / 16; ++step) {
-          multiply_scores(scores, queries[step], keys + step * (2 * kKeyStep >> 4), step > 0, T());
-        }
-        wgmma_commit();
-      };
-      const auto multiply_values = [&](int tile) {
-        const uint64_t values = matrix(
-            ring_at + (count + tile) % kStages * 2 * kTileBytes + kTileBytes, 128, kKeyStep);
-#pragma unroll
-        for (int step = 0; step < kKeys / 16; ++step) {
-          multiply_result(result, weights[step], values + step * (16 * 16 >> 4), T());
-        }
-        wgmma_commit();
-      };
-      const auto give_back = [&](int tile) {
-        if (lane == 0) barrier_arrive(empty_at + (count + tile) % kStages * 8);
-      };
-
-      wait_full(0);
-      wgmma_begin();
-      multiply_keys(0);
-      wgmma_wait<0>();
-      hide(scores, item.end_key - item.first_key, lane);
-      softmax.step(scores, p.scale);
-      pack<T>(weights, scores);
-      for (int tile = 1; tile < item.tiles; ++tile) {
-        wait_full(tile);
-        wgmma_begin();
-        multiply_keys(tile);
-        multiply_values(tile - 1);
-        wgmma_wait<1>();
-        hide(scores, item.end_key - item.first_key - tile * kKeys, lane);
-        const float2 shrink = softmax.step(scores, p.scale);
-        wgmma_wait<0>();
-        give_back(tile - 1);
-#pragma unroll
-        for (int i = 0; i < kDim / 8; ++i) {
-          result[i][0] *= shrink.x;
-          result[i][1] *= shrink.x;
-          result[i][2] *= shrink.y;
-          result[i][3] *= shrink.y;
-        }
-        pack<T>(weights, scores);
-      }
-      wgmma_begin();
-      multiply_values(item.tiles - 1);
-      wgmma_wait<0>();
-      give_back(item.tiles - 1);
-      count += item.tiles;
-
-      const float2 inverse = softmax.inverse();
-      const int query = item.first_query + first_row + lane / 4;
-      T* const to = p.out + query * p.out_row + item.head * p.out_head + lane % 4 * 2;
-#pragma unroll
-      for (int i = 0; i < kDim / 8; ++i) {
-        if (query < item.end_query) {
-          *reinterpret_cast<uint32_t*>(to + i * 8) =
-              narrow<T>(result[i][0] * inverse.x, result[i][1] * inverse.x);
-        }
-        if (query + 8 < item.end_query) {
-          *reinterpret_cast<uint32_t*>(to + 8 * p.out_row + i * 8) =
-              narrow<T>(result[i][2] * inverse.y, result[i][3] * inverse.y);
-        }
+      for (int values = 0; values < 2; ++values) {
+        if (count >= kStages) barrier_wait(at.empty(slot, values), (count / kStages - 1) & 1);
+        barrier_expect(at.full(slot, values), kTileBytes);
+        copy_box(at.tile(slot, values), keys, 0, item.first_key + tile * kKeys,
+                 ((1 + values) * heads + item.head) * kColumns, at.full(slot, values));
       }
     }
   }
 }
 
 template <class T>
-int launch(const void* args, int tiles, int heads, cudaStream_t stream) {
+__global__ void __launch_bounds__(kThreads, 1)
+    attend(const __grid_constant__ CUtensorMap query_map,
+           const __grid_constant__ CUtensorMap key_map, const Attention<T> p, int heads,
+           int tile_count, int items) {
+  extern __shared__ uint8_t memory[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Places at(shared_address(memory));
+  if (threadIdx.x == 0) {
+    constexpr int kWarps = kGroups * kGroupThreads / 32;
+    fetch_map(query_map);
+    fetch_map(key_map);
+    barrier_init(at.queries_full, 1);
+    barrier_init(at.queries_empty, kWarps);
+#pragma unroll
+    for (int i = 0; i < 2 * kStages; ++i) {
+      barrier_init(at.full(i / 2, i % 2), 1);
+      barrier_init(at.empty(i / 2, i % 2), kWarps);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+
+  if (warp < kGroupThreads / 32) {
+    registers_down<kCopyRegisters>();
+    if (threadIdx.x == 0) copy_items(query_map, key_map, p, at, heads, tile_count, items);
+  } else {
+    registers_up<kGroupRegisters>();
+    const int group = threadIdx.x / kGroupThreads - 1, thread = threadIdx.x % kGroupThreads;
+    // Named barriers; 0 is that of the whole block. A group's turn comes when the other one has
+    // issued its products.
+    const int my_turn = 1 + group, other_turn = 2 - group, meeting = 3 + group;
+    if (group == 1) named_arrive<2 * kGroupThreads>(other_turn);
+    int count = 0, turn = 0;
+    for (int number = blockIdx.x; number < items; number += gridDim.x) {
+      const Item item(p.tiles, tile_count, number);
+      if (!item.tiles) continue;
+      barrier_wait(at.queries_full, turn & 1);
+      ++turn;
+      uint32_t queries[kColumns][4];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        const int row = warp % 4 * 16 + lane % 16, half = lane / 16 ^ (row / 4 & 1);
+        load_matrices(queries[i], at.queries + group * kQueryBytes + i * kQueryStep +
+                                      row * kColumnBytes + half * 16);
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(at.queries_empty);
+
+      float result[kDim / 8][4] = {};
+      float scores[kKeys / 8][4];
+      uint32_t weights[kKeys / 16][4];
+      LazySoftmax softmax;
+      const auto slot = [&](int tile) { return (count + tile) % kStages; };
+      const auto wait_full = [&](int tile, bool values) {
+        barrier_wait(at.full(slot(tile), values), (count + tile) / kStages & 1);
+      };
+      const auto give_back = [&](int tile, bool values, bool now = true) {
+        if (lane == 0 && now) barrier_arrive(at.empty(slot(tile), values));
+      };
+      const auto multiply_keys = [&](int tile) {
+        const uint64_t keys = matrix(at.tile(slot(tile), false), 16);
+        wgmma_begin();
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+          multiply_scores(scores, queries[i], keys + i * (kKeyStep >> 4), i > 0, T());
+        }
+        wgmma_commit();
+      };
+      const auto multiply_values = [&](int tile) {
+        const uint64_t values = matrix(at.tile(slot(tile), true), kKeyStep);
+        wgmma_begin();
+#pragma unroll
+        for (int i = 0; i < kKeys / 16; ++i) {
+          multiply_result(result, weights[i], values + i * (2 * kAtomBytes >> 4), T());
+        }
+        wgmma_commit();
+      };
+
+      const int keys = item.end_key - item.first_key, last = item.tiles - 1;
+      wait_full(0, false);
+      multiply_keys(0);
+      wgmma_wait<0>();
+      give_back(0, false);
+      hide(scores, keys, lane);
+      softmax.begin(scores, p.scale);
+      pack<T>(weights, scores);
+      for (int tile = 1; tile <= last; ++tile) {
+        wait_full(tile, false);
+        named_wait<2 * kGroupThreads>(my_turn);
+        multiply_keys(tile);
+        wait_full(tile - 1, true);
+        multiply_values(tile - 1);
+        named_arrive<2 * kGroupThreads>(other_turn);
+        wgmma_wait<1>();
+        hide(scores, keys - tile * kKeys, lane);
+        float shrink[2];
+        const bool shrinks = softmax.step(scores, p.scale, shrink);
+        // Sums are never negative. Left to itself the compiler waits for the result right after the
+        // scores, and nothing overlaps: an arrival that depends on the sums keeps the wait behind them.
+        give_back(tile, false, !(softmax.sum[0] + softmax.sum[1] < 0.0f));
+        wgmma_wait<0>();
+        give_back(tile - 1, true);
+        if (shrinks) {
+#pragma unroll
+          for (int i = 0; i < kDim / 8 * 4; ++i) result[i / 4][i % 4] *= shrink[i % 4 / 2];
+        }
+        pack<T>(weights, scores);
+      }
+      wait_full(last, true);
+      if (keys < item.tiles * kKeys) {
+        wipe(at.tile(slot(last), true), keys - last * kKeys, thread);
+        named_wait<kGroupThreads>(meeting);
+      }
+      multiply_values(last);
+      wgmma_wait<0>();
+      give_back(last, true);
+      count += item.tiles;
+
+      const float inverse[2] = {1.0f / quad_sum(softmax.sum[0]), 1.0f / quad_sum(softmax.sum[1])};
+      const int query = item.first_query + group * kGroupRows + warp % 4 * 16 + lane / 4;
+      T* const to = p.out + query * p.out_row + item.head * p.out_head + lane % 4 * 2;
+#pragma unroll
+      for (int i = 0; i < kDim / 8 * 2; ++i) {
+        const float* const two = result[i / 2] + i % 2 * 2;
+        if (query + i % 2 * 8 < item.end_query) {
+          *reinterpret_cast<uint32_t*>(to + i % 2 * 8 * p.out_row + i / 2 * 8) =
+              narrow<T>(two[0] * inverse[i % 2], two[1] * inverse[i % 2]);
+        }
+      }
+    }
+    // The other group's last arrival.
+    if (group == 0) named_wait<2 * kGroupThreads>(my_turn);
+  }
+}
+
+// Boxes of `box_rows` rows of one head's queries, keys or values.
+bool describe_heads(CUtensorMap* map, int dtype, const void* qkv, int rows, int heads, int box_rows) {
+  const auto size = [](int64_t x) { return static_cast<cuuint64_t>(x); };
+  const cuuint64_t sizes[3] = {16, size(rows), size(3 * heads * kColumns)};
+  const cuuint64_t strides[2] = {size(3 * heads * kDim * 2), kColumnBytes};
+  const cuuint32_t box[3] = {16, static_cast<cuuint32_t>(box_rows), kColumns};
+  return describe(map, dtype, qkv, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_32B);
+}
+
+template <class T>
+int launch(int dtype, const void* args, int rows, int tiles, int heads, cudaStream_t stream) {
+  const Attention<T>& p = *static_cast<const Attention<T>*>(args);
+  CUtensorMap query_map, key_map;
+  if (!describe_heads(&query_map, dtype, p.q, rows, heads, kGroupRows) ||
+      !describe_heads(&key_map, dtype, p.q, rows, heads, kKeys)) {
+    return cudaErrorInvalidValue;
+  }
   int device, processors;
   cudaError_t error = cudaGetDevice(&device);
   if (!error) {
@@ -230,7 +358,7 @@ int launch(const void* args, int tiles, int heads, cudaStream_t stream) {
   if (error) return error;
   const int items = tiles * heads;
   attend<T><<<items < processors ? items : processors, kThreads, kSharedBytes, stream>>>(
-      *static_cast<const Attention<T>*>(args), tiles, items);
+      query_map, key_map, p, heads, tiles, items);
   return cudaSuccess;
 }
 
@@ -238,9 +366,9 @@ int launch(const void* args, int tiles, int heads, cudaStream_t stream) {
 
 bool wgmma_built() { return true; }
 
-int launch_wgmma(int dtype, const void* args, int tiles, int heads, cudaStream_t stream) {
-  return dtype == QWEN_VL_BF16 ? launch<__nv_bfloat16>(args, tiles, heads, stream)
-                               : launch<__half>(args, tiles, heads, stream);
+int launch_wgmma(int dtype, const void* args, int rows, int tiles, int heads, cudaStream_t stream) {
+  return dtype == QWEN_VL_BF16 ? launch<__nv_bfloat16>(dtype, args, rows, tiles, heads, stream)
+                               : launch<__half>(dtype, args, rows, tiles, heads, stream);
 }
 
 }  // namespace qwen_vl

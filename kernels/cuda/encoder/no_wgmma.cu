@@ -5,7 +5,7 @@ namespace qwen_vl {
 
 bool wgmma_built() { return false; }
 
-int launch_wgmma(int, const void*, int, int, cudaStream_t) { return cudaErrorNotSupported; }
+int launch_wgmma(int, const void*, int, int, int, cudaStream_t) { return cudaErrorNotSupported; }
 
 int launch_activated(const qwen_vl_product&, bool, const void*, const void*, const void*, void*,
                      cudaStream_t) {

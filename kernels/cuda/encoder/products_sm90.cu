@@ -6,10 +6,9 @@
 //                  copies, also for the next tile, two multiply 64 rows each
 //     a cluster    two blocks with the same rows: each copies half of them to both
 //     ring         four stages of 64 inputs
-#include <dlfcn.h>
-
 #include <type_traits>
 
+#include "copy_engine.cuh"
 #include "hopper.h"
 #include "mma.cuh"
 #include "status.h"
@@ -95,7 +94,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       barrier_init(full_at + i * 8, 1);
       barrier_init(empty_at + i * 8, kCluster * kConsumerWarps);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    publish_barriers();
   }
   cluster_sync();
 
@@ -202,41 +201,20 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   cluster_sync();
 }
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
-
-// The driver's function; the library is not linked to it.
-Encode find_encode() {
-  static const Encode found = [] {
-    void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    return driver ? reinterpret_cast<Encode>(dlsym(driver, "cuTensorMapEncodeTiled")) : nullptr;
-  }();
-  return found;
-}
-
-bool describe(CUtensorMap* map, int dtype, const void* data, int rows, int ins, int box_rows) {
-  const Encode encode = find_encode();
-  if (!encode) return false;
+bool describe_matrix(CUtensorMap* map, int dtype, const void* data, int rows, int ins,
+                     int box_rows) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(ins), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(ins) * 2};
-  const cuuint32_t box[2] = {kDepth, static_cast<cuuint32_t>(box_rows)}, steps[2] = {1, 1};
-  return encode(map,
-                dtype == QWEN_VL_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                2, const_cast<void*>(data), sizes, strides, box, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  const cuuint32_t box[2] = {kDepth, static_cast<cuuint32_t>(box_rows)};
+  return describe(map, dtype, data, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 template <class T, class S>
 int launch(const qwen_vl_product& s, const void* x, const void* weight, const void* bias, void* out,
            cudaStream_t stream) {
   CUtensorMap x_map, weight_map;
-  if (!describe(&x_map, s.dtype, x, s.rows, s.ins, kRows / kCluster) ||
-      !describe(&weight_map, s.dtype, weight, S::kGated ? 2 * s.outs : s.outs, s.ins, S::kOuts)) {
+  if (!describe_matrix(&x_map, s.dtype, x, s.rows, s.ins, kRows / kCluster) ||
+      !describe_matrix(&weight_map, s.dtype, weight, S::kGated ? 2 * s.outs : s.outs, s.ins, S::kOuts)) {
     return cudaErrorInvalidValue;
   }
   const auto kernel = multiply_activate<T, S>;

@@ -3,8 +3,6 @@
 #ifndef QWEN_VL_CUDA_ENCODER_WGMMA_PRODUCTS_CUH_
 #define QWEN_VL_CUDA_ENCODER_WGMMA_PRODUCTS_CUH_
 
-#include <cuda.h>
-
 #include "wgmma.cuh"
 
 namespace qwen_vl {
@@ -31,27 +29,6 @@ __device__ inline void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
       "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
       "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
       "r"(rank)
-      : "memory");
-}
-__device__ inline void barrier_expect(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-// Copies a box of a tensor into shared memory of this block, or of all blocks in `mask`.
-__device__ inline void copy_box(uint32_t to, const CUtensorMap& map, int column, int row,
-                                uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "%3}], [%4];" ::"r"(to),
-      "l"(&map), "r"(column), "r"(row), "r"(barrier)
-      : "memory");
-}
-__device__ inline void copy_box_to(uint16_t mask, uint32_t to, const CUtensorMap& map, int column,
-                                   int row, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(mask)
       : "memory");
 }
 
