@@ -22,6 +22,20 @@ except ImportError:  # where it was before transformers 5
     )
 
 
+def compile_blocks(*blocks: Any) -> None:
+    """
+    Compile blocks of transformers' model one by one, at their next use.
+
+    :param blocks: of one kind share their code where nothing but weights tells them apart; the
+        decoder's layers know their number, and each is compiled for itself.
+    """
+    # What is above the limit would silently run uncompiled.
+    torch._dynamo.config.recompile_limit = max(
+        torch._dynamo.config.recompile_limit, 4 * len(blocks))
+    for block in blocks:
+        block.compile(dynamic=False)
+
+
 class Reference:
     """
     The model with its Pillow image processor, as a program would call it.

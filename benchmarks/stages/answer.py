@@ -43,8 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help='shares of the vision tokens; the baseline always sees all')
     parser.add_argument('--clip', type=int, default=0, metavar='FRAMES',
                         help='time a clip of so many frames as well (ours alone)')
-    parser.add_argument('--compiled', action='store_true',
-                        help='also against transformers with a static cache, compiled (minutes)')
+    parser.add_argument('--compiled', nargs='*', metavar='SIZE',
+                        help='also against transformers with a static cache, compiled (half a '
+                             'minute a size; without one, of all)')
     parser.add_argument('--alone', action='store_true', help='without any baseline')
     parser.add_argument('--tokens', type=int, default=33, help='of an answer')
 
@@ -141,52 +142,63 @@ def one_size(plan: Scheduler, reference: Reference | None, args: argparse.Namesp
             'first theirs': lambda i: reference.answer(pictures[i % 8], QUESTION, 1),
             'encode theirs': lambda i: reference.encode(inputs[i % 8]),
             'forward theirs': lambda i: reference.forward(inputs[i % 8])}
-        if args.compiled:
-            work['answer compiled'] = lambda i: reference.answer(
-                pictures[i % 8], QUESTION, n, static=True)
-            work['answer compiled'](0)
+        if args.compiled is not None and f'{size[0]}x{size[1]}' in (args.compiled or args.size):
+            work |= {f'{name} compiled': lambda i, count=count: reference.answer(  # type: ignore
+                pictures[i % 8], QUESTION, count, static=True)
+                for name, count in (('answer', n), ('first', 1))}
+            for _ in range(2):
+                work['answer compiled'](0)
     for name in [name for name in work if name.startswith('ours')]:
         for number in range(2):
             work[name](number)
     times = alternate(work, args.seconds, rounds=6)
     theirs: dict[str, float] = {}
-    if reference is not None:
-        theirs = {name: median(times[f'{name} theirs'])
-                  for name in ('answer', 'first', 'encode', 'forward')}
+    compiled: dict[str, float] = {}
+    for kind, into in (('theirs', theirs), ('compiled', compiled)):
+        if f'answer {kind}' in times:
+            into.update({name: median(times[f'{name} {kind}'])
+                         for name in ('answer', 'first', 'encode', 'forward')
+                         if f'{name} {kind}' in times})
+            into['step'] = (into['answer'] - into['first']) / max(1, n - 1)
+    if theirs:
         theirs['prefill'] = theirs['forward'] - theirs['encode']
-        theirs['step'] = (theirs['answer'] - theirs['first']) / max(1, n - 1)
     found = []
     for (frames, keep), own in spans.items():
         base: dict[str, object] = {
             'model': model, 'dtype': plan.engine.info.dtype, 'size': f'{size[0]}x{size[1]}',
             'frames': frames, 'keep': keep, 'path': plan.engine.model.device.type,
             'threads': torch.get_num_threads()}
-        found += records(own, base, theirs if frames == 1 else {}, n)
-        if 'answer compiled' in times and frames == 1:
-            found.append(record(
-                'answer', {**base, 'answer_tokens': n}, 'ms', median(own['whole']), 'ms',
-                times=own['whole'], baseline=(COMPILED, median(times['answer compiled']))))
+        found += records(own, base, EAGER, theirs if frames == 1 else {}, n)
+        if compiled and frames == 1:
+            found += records(own, base, COMPILED, compiled, n)
     return found
 
 
-def records(own: dict[str, list[float]], base: dict[str, object], theirs: dict[str, float],
-            tokens: int) -> list[Record]:
-    """Return the records of one kind of answer."""
+def records(own: dict[str, list[float]], base: dict[str, object], name: str,
+            theirs: dict[str, float], tokens: int) -> list[Record]:
+    """
+    Return the records of one kind of answer.
+
+    :param name: of the baseline; stages that ``theirs`` lacks have none, and beside one that is
+        not the first no record.
+    """
     keep = base['keep']
     less = bool(theirs) and isinstance(keep, float) and keep < 1
     note = 'the baseline sees all tokens' if less else ''
     found = []
-    for stage, metric, name, other in (
+    for stage, metric, part, other in (
             ('answer', 'ms', 'whole', 'answer'), ('first_token', 'ms', 'first', 'first'),
             ('encoder', 'ms', 'encode', 'encode'), ('prefill', 'ms', 'prefill', 'prefill'),
             ('decode', 'ms_per_token', 'token', 'step')):
+        if name != EAGER and other not in theirs:
+            continue
         case = {**base, 'answer_tokens': tokens} if stage == 'answer' else base
         found.append(record(
-            stage, case, metric, median(own[name]), 'ms', times=own[name], note=note,
-            baseline=(EAGER, theirs[other]) if theirs else None))
+            stage, case, metric, median(own[part]), 'ms', times=own[part], note=note,
+            baseline=(name, theirs[other]) if theirs else None))
     whole = median(own['whole'])
     found.append(record(
         'answer', {**base, 'answer_tokens': tokens}, 'answers_per_s', 1e3 / whole, '1/s',
-        baseline=(EAGER, 1e3 / theirs['answer']) if theirs else None, higher_is_better=True,
+        baseline=(name, 1e3 / theirs['answer']) if theirs else None, higher_is_better=True,
         runs=len(own['whole']), note=note))
     return found

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.records import Record, median, record
 from benchmarks.stages._halves import COMPILED, EAGER, Halves, wall_ms
-from benchmarks.stages._reference import PilProcessor, Reference
+from benchmarks.stages._reference import PilProcessor, Reference, compile_blocks
 from benchmarks.stages.answer import QUESTION, ask, picture
 from qwen_vl_ros.engine.checkpoint import Checkpoint, canonical, load_tokenizer
 from qwen_vl_ros.engine.config import load_config
@@ -74,9 +74,8 @@ def run(args: argparse.Namespace) -> list[Record]:
     for size in args.size:
         found += one_size(engine, theirs, args, size, ours)
     if not args.no_compiled:
-        for block in (*theirs.model.model.visual.blocks,
-                      *theirs.model.model.language_model.layers):
-            block.compile(dynamic=False)
+        compile_blocks(*theirs.model.model.visual.blocks,
+                       *theirs.model.model.language_model.layers)
         for size in args.size:
             shown = pictures(size)
             other = median(wall_ms(

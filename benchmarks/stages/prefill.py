@@ -25,9 +25,11 @@ from benchmarks.stages._halves import (
     relative,
     wall_ms,
 )
+from benchmarks.stages._reference import compile_blocks
 from qwen_vl_ros.engine.costs import decoder_cost
 from qwen_vl_ros.engine.kv_cache import KVCache
 from qwen_vl_ros.engine.layers import rms_norm
+from qwen_vl_ros.engine.options import Options
 from qwen_vl_ros.engine.patches import smart_resize
 from qwen_vl_ros.measure.roofline import TEXT_TOKENS
 
@@ -41,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--dtype', choices=('bfloat16', 'float16'), default='bfloat16')
     parser.add_argument('--size', nargs='+', default=['640x480', '1280x720'])
     parser.add_argument('--keep', type=float, nargs='+', default=[1.0, 0.5, 0.33])
-    parser.add_argument('--chunk', type=int, default=512, help='tokens between looks at cancel')
+    parser.add_argument('--chunk', type=int, default=Options().prefill_chunk,
+                        help='tokens between looks at cancel at most')
     parser.add_argument('--seconds', type=float, default=1.0, help='for each thing that is timed')
     parser.add_argument('--no-compiled', action='store_true', help='leave torch.compile out')
 
@@ -60,8 +63,7 @@ def run(args: argparse.Namespace) -> list[Record]:
         for (size, keep), n in counts.items():
             found += bench.times(size, keep, n, counts[size, 1.0])
         if not args.no_compiled:
-            for layer in bench.theirs.layers:
-                layer.compile(dynamic=False)
+            compile_blocks(*bench.theirs.layers)
             for size in args.size:
                 found += bench.against_compiled(size, counts[size, 1.0])
     return found
@@ -98,12 +100,13 @@ class Bench:
         return self.model.embed(ids), at
 
     def chunked(self, x: Tensor, at: Tensor) -> Tensor:
-        """Run our prefill as the engine does, chunk by chunk; hidden states of the last one."""
+        """Run our prefill as the engine does, chunk by chunk; the last hidden state [1, width]."""
         start, hidden = 0, x
-        for part in x.split(self.args.chunk):
-            hidden = self.model.prefill(
-                part, at[:, start:start + part.shape[0]], self.cache, start)
-            start += part.shape[0]
+        while start < x.shape[0]:
+            end = min(x.shape[0], start + self.model.chunk(self.args.chunk))
+            hidden = self.model.prefill(x[start:end], at[:, start:end], self.cache, start,
+                                        1 if end == x.shape[0] else 0)
+            start = end
         return hidden
 
     def theirs_of(self, n: int) -> Callable[[int], Any]:
@@ -121,16 +124,22 @@ class Bench:
             x, at = self.inputs(n)
             expected = exact(inputs_embeds=x.float()[None], position_ids=at[:, None],
                              use_cache=False).last_hidden_state[0]
-            other = relative(self.theirs(inputs_embeds=x[None], position_ids=at[:, None],
-                                         use_cache=False).last_hidden_state[0], expected)
+            there = self.theirs(inputs_embeds=x[None], position_ids=at[:, None],
+                                use_cache=False).last_hidden_state[0]
+            other = relative(there, expected)
             self.cache.rows.fill_(float('nan'))
             parts, start = [], 0
-            for part in x.split(self.args.chunk // 2 + 3):
+            for part in x.split(259):
                 parts.append(self.model.prefill(
                     part, at[:, start:start + part.shape[0]], self.cache, start))
                 start += part.shape[0]
             own = relative(rms_norm(torch.cat(parts), self.model.norm,
                                     self.halves.shape.language.eps), expected)
+            rows.append((own / other, own, other, n))
+            # As the engine runs it: of the last layer, the last row alone.
+            last = rms_norm(self.chunked(x, at), self.model.norm,
+                            self.halves.shape.language.eps)
+            own, other = relative(last, expected[-1:]), relative(there[-1:], expected[-1:])
             rows.append((own / other, own, other, n))
         worst = max(rows)
         return [record('prefill', self.case(path='cuda', variant='worst of a sweep'),
@@ -167,8 +176,8 @@ class Bench:
             record('prefill', case, 'share_of_limit', rate / self.rate, '',
                    note=f'of {self.rate:.0f} TFLOP/s, a large product in the same run')]
         if keep == 1:
-            x, at = (z[..., :args.chunk] if z.dim() == 2 and z.shape[0] == 3 else z[:args.chunk]
-                     for z in sets[0])
+            most = self.model.chunk(args.chunk)
+            x, at = sets[0][0][:most], sets[0][1][:, :most]
             chunk = wall_ms(lambda i: self.model.prefill(x, at, self.cache, 0), args.seconds / 2)
             found.append(record(
                 'prefill', {**case, 'variant': f'a chunk of {x.shape[0]}'}, 'ms', median(chunk),
