@@ -173,7 +173,7 @@ QWEN_VL_API int qwen_vl_multiply_s8(const qwen_vl_product* product, const int8_t
                                     const float* weight_scales, const void* bias, const void* add,
                                     void* out, void* stream, char* message, size_t message_size);
 
-/* ---- Products with an activation, sm_90 alone ------------------------------------------------ */
+/* ---- Products with an activation or a rotation, sm_90 alone ---------------------------------- */
 
 /*
  * QWEN_VL_QUICK_GELU: out = quick_gelu(x * weight^T + bias). QWEN_VL_SILU, without bias: weight is
@@ -183,6 +183,16 @@ QWEN_VL_API int qwen_vl_multiply_activated(const qwen_vl_product* product, int32
                                            const void* x, const void* weight, const void* bias,
                                            void* out, void* stream, char* message,
                                            size_t message_size);
+
+/*
+ * The encoder's queries, keys and values of heads of 80 channels: out[rows][3][heads][80] =
+ * x * weight^T + bias, queries and keys rotated before they are rounded; spots and turns as in
+ * qwen_vl_rotate_grid. product->outs is 240 * heads, ins a multiple of 64.
+ */
+QWEN_VL_API int qwen_vl_multiply_rotated(const qwen_vl_product* product, const void* x,
+                                         const void* weight, const void* bias, const int32_t* spots,
+                                         const float* turns, void* out, void* stream, char* message,
+                                         size_t message_size);
 
 #ifdef __cplusplus
 }

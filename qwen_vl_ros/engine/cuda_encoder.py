@@ -1,12 +1,13 @@
 """
 The encoder's blocks and merger on CUDA: one graph a bucket of patches.
 
-A block is eight launches::
+A block is seven launches::
 
-    norm -> QKV (bias) -> rotation -> attention -> projection (bias, + x)
+    norm -> QKV (bias, rotation) -> attention -> projection (bias, + x)
     norm -> fc1 (bias, quick-GELU) -> fc2 (bias, + x)
 
-and nine where no kernel has fc1's activation in its epilogue, or where that is slower.
+and one more for the rotation and for fc1's activation each, where no kernel has it in its
+epilogue or where that is slower.
 
 Rows are filled up to a multiple of 64 with zeros, which belong to no segment of attention; what
 differs between two pictures of a bucket (embeddings, places, segments) lies in buffers that the
@@ -85,6 +86,8 @@ class CudaEncoder:
         self.forms: dict[tuple[int, int], str] = {}
         #: By rows of a bucket: fc1 and its activation are one kernel, where that is faster.
         self.activated: dict[int, bool] = {}
+        #: The same of QKV and the rotation.
+        self.rotated: dict[int, bool] = {}
         self._taken = Turns(encoder.device)
         self._layouts: OrderedDict[tuple[tuple[int, int, int], bytes], Layout] = OrderedDict()
         angles = torch.arange(POSITIONS)[:, None].float() * inverse_frequencies(
@@ -156,6 +159,7 @@ class CudaEncoder:
         """Give buffers and graphs back; the next pass makes them again."""
         self.graphs.clear()
         self.activated.clear()
+        self.rotated.clear()
         self._rows = self._tiles = 0
         for name in ('_x', '_y', '_wide', '_merged', '_spots', '_tile_list', '_codes', '_scales'):
             self.__dict__.pop(name, None)
@@ -255,8 +259,12 @@ class CudaEncoder:
     def _attention(self, block: VisionBlock, x: Tensor, y: Tensor, rows: int, tiles: int) -> None:
         cfg, k = self.encoder.config, self.kernels
         qkv = self._wide[:rows * 3 * cfg.width].view(rows, 3 * cfg.width)
-        self._normed(x, block.norm1, block.qkv, y, qkv)
-        k.rotate_grid(qkv, cfg.heads, self._spots, self._turns)
+        if self.rotated.get(rows):
+            k.norm(x, *block.norm1, EPS, y)
+            k.multiply_rotated(y, block.qkv.weight, block.qkv.bias, self._spots, self._turns, qkv)
+        else:
+            self._normed(x, block.norm1, block.qkv, y, qkv)
+            k.rotate_grid(qkv, cfg.heads, self._spots, self._turns)
         k.attend_segments(qkv, cfg.heads, self._tile_list[:tiles], y,
                           self.forms.get((rows, tiles), 'mma'))
         self._multiply(y, block.proj, x, x)
@@ -312,6 +320,7 @@ class CudaEncoder:
             self.products.tune(rows // 4, [linear.weight], [linear.bias])
         if rows not in self.activated:
             self.activated[rows] = self._activated_pays(rows)
+            self.rotated[rows] = self._rotated_pays(rows)
 
     def _fastest_form(self, rows: int, tiles: int) -> str:
         """Return the form of attention that is fastest on the segments that were filled in."""
@@ -328,10 +337,8 @@ class CudaEncoder:
 
     def _activated_pays(self, rows: int) -> bool:
         """Tell whether fc1 with its activation is faster as one kernel than as two, by timing."""
-        enc, k = self.encoder, self.kernels
-        cfg = enc.config
-        if not k.has('wgmma') or cfg.activation != 'quick_gelu' or cfg.width % 64 or (
-                isinstance(enc.blocks[0].fc1, Int8Linear)):
+        enc, cfg, k = self.encoder, self.encoder.config, self.kernels
+        if not self._one_kernel(enc.blocks[0].fc1) or cfg.activation != 'quick_gelu':
             return False
         y = torch.randn(rows, cfg.width, dtype=enc.dtype, device=enc.device)
         hidden = torch.empty(rows, cfg.mlp_width, dtype=enc.dtype, device=enc.device)
@@ -345,6 +352,29 @@ class CudaEncoder:
             k.multiply_activated(y, fc1.weight, fc1.bias, cfg.activation, hidden)
 
         return queued_time(together) < queued_time(apart)
+
+    def _rotated_pays(self, rows: int) -> bool:
+        """Tell whether QKV with the rotation is faster as one kernel than as two, by timing."""
+        enc, cfg, k = self.encoder, self.encoder.config, self.kernels
+        if not self._one_kernel(enc.blocks[0].qkv) or cfg.head_dim != native.ROTATED_HEAD_DIM:
+            return False
+        y = torch.randn(rows, cfg.width, dtype=enc.dtype, device=enc.device)
+        qkv = torch.empty(rows, 3 * cfg.width, dtype=enc.dtype, device=enc.device)
+
+        def apart(i: int) -> None:
+            self._multiply(y, enc.blocks[i % cfg.depth].qkv, qkv)
+            k.rotate_grid(qkv, cfg.heads, self._spots, self._turns)
+
+        def together(i: int) -> None:
+            linear = enc.blocks[i % cfg.depth].qkv
+            k.multiply_rotated(y, linear.weight, linear.bias, self._spots, self._turns, qkv)
+
+        return queued_time(together) < queued_time(apart)
+
+    def _one_kernel(self, linear: Linear) -> bool:
+        """Tell whether products with more than a bias in their epilogue exist for a layer."""
+        return self.kernels.has('wgmma') and self.encoder.config.width % 64 == 0 and (
+            not isinstance(linear, Int8Linear))
 
 
 EPS = 1e-6

@@ -24,6 +24,9 @@ TILE_ROWS = 128
 HEAD_DIMS = (64, 80)
 CACHE_HEAD_DIMS = (64, 80, 128)
 
+#: Channels of a head that a product with rotation is compiled for.
+ROTATED_HEAD_DIM = 80
+
 #: Inputs of an INT8 product are a multiple of this.
 DEPTH = 128
 
@@ -189,6 +192,24 @@ class EncoderKernels:
                               bias is not None, 0)
         self._run('multiply_activated', shape, ACTIVATIONS.index(name), address(x),
                   address(weight), address(bias), address(out))
+        return out
+
+    def multiply_rotated(self, x: Tensor, weight: Tensor, bias: Tensor | None, spots: Tensor,
+                         turns: Tensor, out: Tensor) -> Tensor:
+        """
+        Write the encoder's ``x @ weight.T + bias``, queries and keys rotated.
+
+        Only where :meth:`has` says 'wgmma', for heads of :data:`ROTATED_HEAD_DIM` channels.
+
+        :param x: [rows, ins], ins a multiple of 64.
+        :param weight: [3 * heads * head_dim, ins].
+        :param bias: the kernel refuses to do without one.
+        :param spots: and ``turns``, see :meth:`rotate_grid`.
+        :param out: [rows, 3, heads, head_dim].
+        """
+        shape = NativeProduct(x.shape[0], *weight.shape, DTYPES.index(x.dtype), 1, 0)
+        self._run('multiply_rotated', shape, address(x), address(weight), address(bias),
+                  address(spots), address(turns), address(out))
         return out
 
     def multiply_s8(self, x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor,

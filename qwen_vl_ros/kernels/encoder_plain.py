@@ -115,6 +115,13 @@ class PlainKernels:
             return out.copy_(activate(y, name))
         return self.gate(y, name, out)
 
+    def multiply_rotated(self, x: Tensor, weight: Tensor, bias: Tensor | None, spots: Tensor,
+                         turns: Tensor, out: Tensor) -> Tensor:
+        """Write queries, keys and values of the encoder, queries and keys rotated."""
+        y = F.linear(x, weight, bias)
+        self.rotate_grid(y, y.shape[1] // (3 * 4 * turns.shape[1]), spots, turns)
+        return out.copy_(y)
+
     def multiply_s8(self, x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor,
                     bias: Tensor | None, out: Tensor, add: Tensor | None = None) -> Tensor:
         """Write a product of INT8 matrices; float64 holds its sums exactly."""

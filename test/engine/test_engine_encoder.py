@@ -59,6 +59,7 @@ def test_the_same_tokens_for_any_grid(fused, grid, activated):
     patches = patches_of(grid)
     fused.fused._reserve(4096, 64)
     fused.fused.activated[cuda_encoder.bucket(patches.shape[0])] = activated
+    fused.fused.rotated[cuda_encoder.bucket(patches.shape[0])] = activated
     with torch.inference_mode():
         got, expected = fused.encode(patches, grid), plain(fused, patches, grid)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -88,6 +88,7 @@ def test_any_grid_and_mask_errs_no_more_than_twice_as_plain_torch(exact, model):
                 for activated in {False, vision.fused.kernels.has('wgmma')}:
                     vision.fused.forms[key] = form
                     vision.fused.activated[key[0]] = activated
+                    vision.fused.rotated[key[0]] = activated
                     vision.fused.graphs.clear()
                     got = vision.encode(patches, grid, units)
                     assert relative(got, expected) <= 2 * plain, (grid, form, activated)

@@ -15,7 +15,14 @@ import torch
 from torch.nn import functional as F
 
 from qwen_vl_ros.engine.layers import activate, inverse_frequencies
-from qwen_vl_ros.kernels.encoder import ACTIVATIONS, FORMS, TILE_ROWS, EncoderKernels, tile_list
+from qwen_vl_ros.kernels.encoder import (
+    ACTIVATIONS,
+    FORMS,
+    ROTATED_HEAD_DIM,
+    TILE_ROWS,
+    EncoderKernels,
+    tile_list,
+)
 from qwen_vl_ros.kernels.encoder_plain import PlainKernels, PlainProducts, quantize_rows
 from qwen_vl_ros.kernels.gemm import ALGORITHM_BYTES, Products, Shape, Store
 from qwen_vl_ros.kernels.loader import KernelError
@@ -195,7 +202,8 @@ def test_rotation_on_the_grid(kernels, dtype, heads, dim):
     assert torch.equal(qkv[:, 2 * heads * dim:], values)
 
 
-SEGMENTS = ([1564], [200, 36, 4, 1000], [4], [64, 128, 129], [112, 224, 113, 336], [4784])
+SEGMENTS = ([1564], [200, 36, 4, 1000], [4], [64, 128, 129], [112, 224, 113, 336], [4784],
+            [160, 320, 161, 480, 159], list(range(1, 131)))
 
 
 @pytest.mark.gpu
@@ -340,6 +348,28 @@ def test_products_with_activation(kernels, dtype, rows, outs, ins, name):
         twin = activate(F.linear(x, weight, bias), name)
     got = kernels.multiply_activated(x, weight, bias, name, poisoned(rows, outs, dtype=dtype))
     no_worse(got, twin, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', HALVES)
+@pytest.mark.parametrize('rows,heads,ins', [(1600, 16, 1280), (37, 1, 64), (129, 5, 192)])
+def test_products_with_rotation(kernels, dtype, rows, heads, ins):
+    if not kernels.has('wgmma'):
+        pytest.skip('this GPU has no wgmma')
+    dim = ROTATED_HEAD_DIM
+    x, bias = random(rows, ins, dtype=dtype), random(3 * heads * dim, dtype=dtype)
+    weight = random(3 * heads * dim, ins, dtype=dtype, scale=ins ** -0.5)
+    spots = torch.randint(0, 2048, (rows, 2), device='cuda', dtype=torch.int32)
+    angles = torch.arange(2048)[:, None].float() * inverse_frequencies(dim // 2, 1e4)
+    turns = torch.stack((angles.cos(), angles.sin()), -1).cuda()
+    expected, twin = (TWINS.multiply_rotated(
+        x.to(kind), weight.to(kind), bias.to(kind), spots, turns,
+        torch.empty(rows, 3 * heads * dim, dtype=kind, device='cuda'))
+        for kind in (torch.double, dtype))
+    got = kernels.multiply_rotated(x, weight, bias, spots, turns,
+                                   poisoned(rows, 3 * heads * dim, dtype=dtype))
+    for part in zip(*(y.chunk(3, dim=1) for y in (got, twin, expected)), strict=True):
+        no_worse(*part)
 
 
 @pytest.mark.gpu

@@ -19,5 +19,10 @@ int launch_wgmma(int dtype, const void* args, int rows, int tiles, int heads, cu
 int launch_activated(const qwen_vl_product& product, bool gated, const void* x, const void* weight,
                      const void* bias, void* out, cudaStream_t stream);
 
+// Queries, keys and values of the encoder: x * weight^T + bias, queries and keys rotated.
+int launch_rotated(const qwen_vl_product& product, const void* x, const void* weight,
+                   const void* bias, const int32_t* spots, const float* turns, void* out,
+                   cudaStream_t stream);
+
 }  // namespace qwen_vl
 #endif  // QWEN_VL_CUDA_ENCODER_HOPPER_H_

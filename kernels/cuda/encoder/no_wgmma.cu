@@ -12,4 +12,9 @@ int launch_activated(const qwen_vl_product&, bool, const void*, const void*, con
   return cudaErrorNotSupported;
 }
 
+int launch_rotated(const qwen_vl_product&, const void*, const void*, const void*, const int32_t*,
+                   const float*, void*, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+
 }  // namespace qwen_vl

@@ -1,9 +1,12 @@
-// Products with an activation in the epilogue, on Hopper's wgmma and copy engine; compiled for
-// sm_90a. cuBLASLt has no such epilogue for quick-GELU or for gated activations, so that its result
-// would be read and written once more.
+// Products with an activation or a rotation in the epilogue, on Hopper's wgmma and copy engine;
+// compiled for sm_90a. cuBLASLt has no such epilogue, so that its result would be read and written
+// once more.
 //
-//     a block      stays, and takes tiles of 128 rows x 256 (or 2 x 96) outputs; a warpgroup
-//                  copies, also for the next tile, two multiply 64 rows each
+//     a block      stays, and takes tiles of 128 rows x 256 outputs (2 x 96 of gates and what they
+//                  let through; three heads of 80); a warpgroup copies, also for the next tile, two
+//                  multiply 64 rows each
+//     a head       lies in one thread's sums as far as its rows reach: channel c, and c + 40, which
+//                  it turns with
 //     a cluster    two blocks with the same rows: each copies half of them to both
 //     ring         four stages of 64 inputs
 #include <type_traits>
@@ -22,12 +25,19 @@ constexpr int kRows = 128, kDepth = 64, kStages = 4, kCluster = 2;
 constexpr int kThreads = 384, kConsumerWarps = 8;
 constexpr int kRowBytes = kDepth * 2;
 
-// kGated: half of a tile's columns are gates, the others what they let through.
-template <bool kGated_>
+constexpr int kHeadDim = 80, kHeads = 3;  // of a tile that is rotated
+
+// What becomes of the sums. kGated: half of a tile's columns are gates, the others what they let
+// through.
+enum class End { kQuickGelu, kGated, kRotated };
+
+template <End kEnd_>
 struct Tile {
-  static constexpr bool kGated = kGated_;
-  static constexpr int kColumns = kGated ? 192 : 256;
-  static constexpr int kOuts = kGated ? 96 : 256;  // columns of the result
+  static constexpr End kEnd = kEnd_;
+  static constexpr bool kGated = kEnd == End::kGated;
+  static constexpr int kColumns =
+      kGated ? 192 : kEnd == End::kRotated ? kHeads * kHeadDim : 256;
+  static constexpr int kOuts = kGated ? 96 : kColumns;  // columns of the result
   static constexpr int kXBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kXBytes + kColumns * kRowBytes;
   // Biases of both groups, for this tile and the next.
@@ -40,6 +50,8 @@ struct Args {
   const T* bias;  // null: none
   T* out;
   int rows, outs, ins;
+  const int2* spots;    // where rows stand
+  const float2* turns;  // [position][kHeadDim / 4], cosine and sine
 };
 
 // sigmoid(x): for bf16, which has 8 bits, by the approximate tanh, which has 11.
@@ -75,9 +87,53 @@ __device__ inline uint4 gather_tile(const uint32_t (&w)[4], int lane) {
   return {r[0], r[1], r[2], r[3]};
 }
 
+// Adds biases; `bias` holds two columns of each of the tile's fours of lanes.
+template <class T, int kTiles>
+__device__ inline void add_bias(float (&sums)[kTiles][4], const uint32_t* bias, int lane) {
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i) {
+    const uint32_t raw = bias[i * 4 + lane % 4];
+    const float2 two = widen(*reinterpret_cast<const typename Pair<T>::type*>(&raw));
+#pragma unroll
+    for (int k = 0; k < 4; ++k) sums[i][k] += k % 2 ? two.y : two.x;
+  }
+}
+
+// Rotates the heads of a tile from number `first` on, those before `end` of all, as rotary.cu does:
+// the first half of a head's turning channels goes with the row's first coordinate.
+template <class T>
+__device__ inline void rotate(float (&sums)[kHeads * kHeadDim / 8][4], const Args<T>& p, int row,
+                              int first, int end, int lane) {
+  constexpr int kHalf = kHeadDim / 2 / 8, kQuarter = kHeadDim / 4;  // tiles, channels
+  if (first >= end) return;
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    const int2 spot = row + side * 8 < p.rows ? p.spots[row + side * 8] : int2{0, 0};
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const int channel = i * 8 + lane % 4 * 2;
+      const float2* const at = p.turns + (channel < kQuarter ? spot.x * kQuarter + channel
+                                                             : spot.y * kQuarter + channel - kQuarter);
+      // Cosine and sine of this channel and of the next.
+      const float4 both = *reinterpret_cast<const float4*>(at);
+#pragma unroll
+      for (int head = 0; head < kHeads; ++head) {
+        if (first + head >= end) break;
+        float* const low = sums[head * 2 * kHalf + i] + side * 2;
+        float* const high = sums[head * 2 * kHalf + kHalf + i] + side * 2;
+        const float a = low[0], b = high[0], c = low[1], d = high[1];
+        low[0] = a * both.x - b * both.y;
+        high[0] = b * both.x + a * both.y;
+        low[1] = c * both.z - d * both.w;
+        high[1] = d * both.z + c * both.w;
+      }
+    }
+  }
+}
+
 template <class T, class S>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    multiply_activate(const __grid_constant__ CUtensorMap x_map,
+    multiply_and(const __grid_constant__ CUtensorMap x_map,
                       const __grid_constant__ CUtensorMap weight_map, const Args<T> p) {
   extern __shared__ uint8_t memory[];
   const uint32_t ring_at = (shared_address(memory) + 1023) / 1024 * 1024;
@@ -134,8 +190,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       if (!S::kGated) {
         const int place = threadIdx.x % 128, column = first_out + 2 * place;
         uint32_t two = 0;
-        if (p.bias && column < p.outs) two = *reinterpret_cast<const uint32_t*>(p.bias + column);
-        bias[place] = two;
+        if (p.bias && 2 * place < S::kOuts && column < p.outs) two = *reinterpret_cast<const uint32_t*>(p.bias + column);
+        if (2 * place < S::kOuts) bias[place] = two;
       }
       float sums[S::kColumns / 8][4];
       for (int step = 0; step < steps; ++step, ++count) {
@@ -163,24 +219,24 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
 
       const int row = first_row + group * 64 + warp % 4 * 16 + lane / 4;
       constexpr int kTiles = S::kOuts / 8;
+      if constexpr (!S::kGated) add_bias<T>(sums, bias, lane);
+      if constexpr (S::kEnd == End::kRotated) {
+        // Queries and keys are two thirds of all heads.
+        rotate(sums, p, row, first_out / kHeadDim, p.outs / kHeadDim / 3 * 2, lane);
+      }
 #pragma unroll
-      for (int i = 0; i < kTiles; i += 4) {
+      for (int four = 0; four < kTiles; four += 4) {
+        // The last four may have tiles of those before: they are written twice.
+        const int i = four < kTiles - 4 ? four : kTiles - 4;
         uint32_t words[2][4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          float(&c)[4] = sums[i + j];
-          if (S::kGated) {
-            const float(&g)[4] = sums[(i + j + kTiles) % (S::kColumns / 8)];
+          float c[4];
 #pragma unroll
-            for (int k = 0; k < 4; ++k) c[k] *= sigmoid<T>(c[k]) * g[k];
-          } else {
-            const uint32_t raw = bias[(i + j) * 4 + lane % 4];
-            const float2 two = widen(*reinterpret_cast<const typename Pair<T>::type*>(&raw));
-#pragma unroll
-            for (int k = 0; k < 4; ++k) {
-              c[k] += k % 2 ? two.y : two.x;
-              c[k] *= sigmoid<T>(1.702f * c[k]);
-            }
+          for (int k = 0; k < 4; ++k) {
+            c[k] = sums[i + j][k];
+            if (S::kGated) c[k] *= sigmoid<T>(c[k]) * sums[(i + j + kTiles) % (S::kColumns / 8)][k];
+            if (S::kEnd == End::kQuickGelu) c[k] *= sigmoid<T>(1.702f * c[k]);
           }
           words[0][j] = narrow<T>(c[0], c[1]);
           words[1][j] = narrow<T>(c[2], c[3]);
@@ -210,27 +266,31 @@ bool describe_matrix(CUtensorMap* map, int dtype, const void* data, int rows, in
 }
 
 template <class T, class S>
-int launch(const qwen_vl_product& s, const void* x, const void* weight, const void* bias, void* out,
+int launch(const qwen_vl_product& s, const void* x, const void* weight, const Args<T>& args,
            cudaStream_t stream) {
   CUtensorMap x_map, weight_map;
+  const int weights = S::kGated ? 2 * s.outs : s.outs;
   if (!describe_matrix(&x_map, s.dtype, x, s.rows, s.ins, kRows / kCluster) ||
-      !describe_matrix(&weight_map, s.dtype, weight, S::kGated ? 2 * s.outs : s.outs, s.ins, S::kOuts)) {
+      !describe_matrix(&weight_map, s.dtype, weight, weights, s.ins, S::kOuts)) {
     return cudaErrorInvalidValue;
   }
-  const auto kernel = multiply_activate<T, S>;
-  const cudaError_t error = cudaFuncSetAttribute(
+  const auto kernel = multiply_and<T, S>;
+  cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
-  if (error) return error;
   int device, processors;
-  cudaError_t known = cudaGetDevice(&device);
-  if (!known) known = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (known) return known;
+  if (!error) error = cudaGetDevice(&device);
+  if (!error) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error) return error;
   const int pairs = (s.rows + kRows - 1) / kRows *
                     ((s.outs + kCluster * S::kOuts - 1) / (kCluster * S::kOuts));
   const dim3 grid(kCluster * (pairs < processors / kCluster ? pairs : processors / kCluster));
-  kernel<<<grid, kThreads, S::kSharedBytes, stream>>>(
-      x_map, weight_map, {static_cast<const T*>(bias), static_cast<T*>(out), s.rows, s.outs, s.ins});
+  kernel<<<grid, kThreads, S::kSharedBytes, stream>>>(x_map, weight_map, args);
   return cudaSuccess;
+}
+
+template <class T>
+Args<T> arguments(const qwen_vl_product& s, const void* bias, void* out) {
+  return {static_cast<const T*>(bias), static_cast<T*>(out), s.rows, s.outs, s.ins, nullptr, nullptr};
 }
 
 }  // namespace
@@ -239,8 +299,21 @@ int launch_activated(const qwen_vl_product& s, bool gated, const void* x, const 
                      const void* bias, void* out, cudaStream_t stream) {
   const auto run = [&](auto type) {
     using T = decltype(type);
-    return gated ? launch<T, Tile<true>>(s, x, weight, bias, out, stream)
-                 : launch<T, Tile<false>>(s, x, weight, bias, out, stream);
+    const Args<T> args = arguments<T>(s, bias, out);
+    return gated ? launch<T, Tile<End::kGated>>(s, x, weight, args, stream)
+                 : launch<T, Tile<End::kQuickGelu>>(s, x, weight, args, stream);
+  };
+  return s.dtype == QWEN_VL_BF16 ? run(__nv_bfloat16()) : run(__half());
+}
+
+int launch_rotated(const qwen_vl_product& s, const void* x, const void* weight, const void* bias,
+                   const int32_t* spots, const float* turns, void* out, cudaStream_t stream) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    Args<T> args = arguments<T>(s, bias, out);
+    args.spots = reinterpret_cast<const int2*>(spots);
+    args.turns = reinterpret_cast<const float2*>(turns);
+    return launch<T, Tile<End::kRotated>>(s, x, weight, args, stream);
   };
   return s.dtype == QWEN_VL_BF16 ? run(__nv_bfloat16()) : run(__half());
 }
