@@ -11,14 +11,27 @@
 extern "C" {
 #endif
 
+/* Bytes of what qwen_vl_cache_map writes. */
+#define QWEN_VL_CACHE_MAP 128
+
+/*
+ * Describes a cache to Hopper's copy engine: `map` (in host memory, aligned to 64 bytes) is to be
+ * copied to the device, again to 64 bytes. Layers, keys and values, heads and `capacity` positions lie
+ * one after the other. Refused where the library has no wgmma form.
+ */
+QWEN_VL_API int qwen_vl_cache_map(const qwen_vl_heads* heads, const qwen_vl_span* span,
+                                  int32_t layers, int32_t capacity, void* map, char* message,
+                                  size_t message_size);
+
 /*
  * qwen_vl_attend_cache for heads of 128 channels by twice as many warps: two groups of them share the
- * keys of the same queries. `tail` 1: only the tile of queries that holds the chunk's last one.
+ * keys of the same queries. `map`: on the device, for the wgmma form; null: the sm_80 class. `tail` 1:
+ * only the tile of queries that holds the chunk's last one.
  */
 QWEN_VL_API int qwen_vl_attend_prompt(const qwen_vl_heads* heads, const void* qkv,
-                                      const qwen_vl_span* span, int32_t layer, float scale,
-                                      int32_t tail, void* out, void* stream, char* message,
-                                      size_t message_size);
+                                      const qwen_vl_span* span, const void* map, int32_t layer,
+                                      float scale, int32_t tail, void* out, void* stream,
+                                      char* message, size_t message_size);
 
 /* Copies row span->count - 1 of a [rows][width] and of b to out[2][width]. */
 QWEN_VL_API int qwen_vl_last_rows(const qwen_vl_rows* rows, const void* a, const void* b,

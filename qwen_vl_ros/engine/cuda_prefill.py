@@ -17,7 +17,7 @@ none where another chunk follows.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +30,7 @@ from qwen_vl_ros.kernels import encoder as native
 from qwen_vl_ros.kernels.encoder import EncoderKernels
 from qwen_vl_ros.kernels.gemm import DTYPES, Products, queued_time
 from qwen_vl_ros.kernels.loader import KernelError, optional
-from qwen_vl_ros.kernels.prompt import HEAD_DIM, PlainPrompt, PromptKernels
+from qwen_vl_ros.kernels.prompt import HEAD_DIM, SPAN, PlainPrompt, PromptKernels
 
 if TYPE_CHECKING:
     from qwen_vl_ros.engine.language import LanguageModel
@@ -71,12 +71,14 @@ class CudaPrefill:
         self.graphs: Runner = runner or Graphs(language.device, 'prefill')
         #: By rows of a bucket: gate, up and activation are one kernel, where that is faster.
         self.activated: dict[int, bool] = {}
-        #: By rows of a bucket: two groups of warps share a query's keys, where that is faster.
-        self.shared: dict[int, bool] = {}
+        #: Form of attention by rows of a bucket, the fastest: plain, or one of those of
+        #: :meth:`PromptKernels.attend`, where two groups of warps share a query's keys.
+        self.forms: dict[int, str] = {}
         self._taken = Turns(language.device)
         self._axes = language.axes.int()
         self._frequencies = language.frequencies.float()
         self._qkv_width = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
+        self._mapped = cfg.head_dim == HEAD_DIM and self.prompt.mapped
         self._rows = 0
 
     @classmethod
@@ -113,8 +115,8 @@ class CudaPrefill:
     def fits(self, cache: KVCache) -> bool:
         """Tell whether a cache's rows lie as the kernels expect them."""
         rows = cache.rows
-        return (rows.dim() == 5 and rows.dtype == self.language.dtype and rows.stride(4) == 1
-                and rows.stride(3) == rows.shape[4] and rows.device == self.language.device)
+        return (rows.dim() == 5 and rows.dtype == self.language.dtype and rows.is_contiguous()
+                and rows.device == self.language.device)
 
     def run(self, x: Tensor, positions: Tensor, cache: KVCache, start: int,
             wanted: int | None = None) -> Tensor:
@@ -159,8 +161,8 @@ class CudaPrefill:
         self.graphs.clear()
         self.activated.clear()
         self._rows = 0
-        for name in ('_x', '_y', '_qkv', '_wide', '_hidden', '_turns', '_positions', '_span',
-                     '_ends'):
+        for name in ('_x', '_y', '_qkv', '_wide', '_hidden', '_turns', '_positions', '_chart',
+                     '_span', '_ends'):
             self.__dict__.pop(name, None)
 
     @property
@@ -174,12 +176,14 @@ class CudaPrefill:
         rows = bucket(n)
         self._reserve(rows)
         where = cache.rows
-        span = torch.tensor(
-            [where.data_ptr(), where.stride(0), where.stride(1), where.stride(2), start, n],
-            dtype=torch.int64, pin_memory=x.is_cuda)
+        chart = torch.zeros(SPAN, dtype=torch.int64, pin_memory=x.is_cuda)
+        chart[:6] = torch.tensor(
+            [where.data_ptr(), where.stride(0), where.stride(1), where.stride(2), start, n])
+        if self._mapped:
+            self.prompt.map_cache(chart, where)
 
         def fill() -> None:
-            self._span.copy_(span, non_blocking=True)
+            self._chart.copy_(chart, non_blocking=True)
             self._x[:n].copy_(x)
             places = self._positions[:3 * rows].view(3, rows)
             places[:, :n].copy_(positions)
@@ -208,7 +212,8 @@ class CudaPrefill:
         self._hidden = make(rows, cfg.mlp_width)
         self._turns = make(rows, cfg.head_dim // 2, 2, dtype=torch.float32)
         self._positions = make(3 * rows, dtype=torch.int64)
-        self._span = make(6, dtype=torch.int64)
+        self._chart = make(SPAN, dtype=torch.int64)
+        self._span = self._chart[:6]
         self._ends = make(2, cfg.width)
         self._rows = rows
 
@@ -241,11 +246,16 @@ class CudaPrefill:
             self._call(layer.down, hidden, x, x)
 
     def _attend(self, qkv: Tensor, index: int, y: Tensor, tail: bool) -> None:
+        self._attend_as(self.forms.get(qkv.shape[0], 'plain'), qkv, index, y, tail)
+
+    def _attend_as(self, form: str, qkv: Tensor, index: int, y: Tensor, tail: bool = False
+                   ) -> None:
         cfg = self.language.config
-        if cfg.head_dim == HEAD_DIM and (tail or self.shared.get(qkv.shape[0])):
-            self.prompt.attend(qkv, cfg.heads, cfg.kv_heads, self._span, index, y, tail)
-        else:
+        if form == 'plain':
             self.kernels.attend_cache(qkv, cfg.heads, cfg.kv_heads, self._span, index, y)
+        else:
+            self.prompt.attend(
+                qkv, cfg.heads, cfg.kv_heads, self._chart, index, y, tail, form)
 
     def _call(self, linear: Linear, x: Tensor, out: Tensor, add: Tensor | None = None) -> Tensor:
         """Return linear(x) + add, in ``out`` where there is something to add."""
@@ -265,21 +275,18 @@ class CudaPrefill:
                                        [m.bias for m in linears], add)
         if rows not in self.activated:
             self.activated[rows] = self._activated_pays(rows)
-        if rows not in self.shared:
-            self.shared[rows] = self._sharing_pays(rows)
+        if rows not in self.forms:
+            self.forms[rows] = self._fastest_form(rows)
 
-    def _sharing_pays(self, rows: int) -> bool:
-        """Tell which attention is faster on the chunk that was filled in, by timing."""
+    def _fastest_form(self, rows: int) -> str:
+        """Return the form of attention that is fastest on the chunk that was filled in."""
         cfg = self.language.config
         if cfg.head_dim != HEAD_DIM or self.language.device.type != 'cuda':
-            return False
+            return 'plain'
         qkv, y = self._qkv[:rows].normal_(), self._y[:rows]
-
-        def took(attend: Callable[..., Tensor]) -> float:
-            return queued_time(lambda i: attend(
-                qkv, cfg.heads, cfg.kv_heads, self._span, i % cfg.layers, y))
-
-        return took(self.prompt.attend) < took(self.kernels.attend_cache)
+        return min(('plain', 'mma'),
+                   key=lambda form: queued_time(
+                       lambda i: self._attend_as(form, qkv, i % cfg.layers, y)))
 
     def _activated_pays(self, rows: int) -> bool:
         """Tell whether gate and up are faster as one kernel than as two, by timing."""

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qwen_vl_ros.kernels.encoder import NativeHeads, NativeRows
+from qwen_vl_ros.kernels.encoder import FORMS, NativeHeads, NativeRows
 from qwen_vl_ros.kernels.encoder_plain import PlainKernels
 from qwen_vl_ros.kernels.gemm import DTYPES, address, call, stream
 from qwen_vl_ros.kernels.loader import KernelError, library
 
 #: Channels of a head that :meth:`PromptKernels.attend` is compiled for.
 HEAD_DIM = 128
+
+#: Elements of a span with its map, and the bytes before the map (``QWEN_VL_CACHE_MAP`` follow).
+SPAN, MAP_BYTES = 24, 64
 
 #: Widths that :meth:`PromptKernels.first_token` takes are a multiple of this, and at most.
 LANE_WIDTH, MOST_WIDTH = 256, 8192
@@ -32,22 +35,43 @@ class PromptKernels:
     def __init__(self, device: torch.device, native: ctypes.CDLL | None = None) -> None:
         self.device = device
         self._library = library('qwen_vl_encoder') if native is None else native
-        if not hasattr(self._library, 'qwen_vl_first_token_workspace'):
+        if not hasattr(self._library, 'qwen_vl_cache_map'):
             raise KernelError("libqwen_vl_encoder.so lacks a prompt's kernels: build it again "
                               "with 'make kernels'")
         size = self._library.qwen_vl_first_token_workspace
         size.restype = ctypes.c_uint64
         self._workspace = torch.zeros(size(), dtype=torch.uint8, device=device)
 
+    @property
+    def mapped(self) -> bool:
+        """Tell whether the device has the wgmma form of :meth:`attend`, which wants a map."""
+        with torch.cuda.device(self.device):
+            return bool(self._library.qwen_vl_attention_has(FORMS.index('wgmma')))
+
+    def map_cache(self, span: Tensor, rows: Tensor) -> None:
+        """
+        Write into a span what the wgmma form of :meth:`attend` reads of it.
+
+        :param span: int64 [:data:`SPAN`], on the host; ``qwen_vl_span`` is filled in.
+        :param rows: of the cache, [layers, 2, kv_heads, capacity, head_dim], contiguous.
+        """
+        layers, _, kv_heads, capacity, dim = rows.shape
+        shape = NativeHeads(1, kv_heads, kv_heads, dim, DTYPES.index(rows.dtype))
+        call(self._library.qwen_vl_cache_map, ctypes.byref(shape), address(span), layers,
+             capacity, ctypes.c_void_p(span.data_ptr() + MAP_BYTES))
+
     def attend(self, qkv: Tensor, heads: int, kv_heads: int, span: Tensor, layer: int,
-               out: Tensor, tail: bool = False) -> Tensor:
+               out: Tensor, tail: bool = False, form: str = 'mma') -> Tensor:
         """
         Do what :meth:`EncoderKernels.attend_cache` does, for heads of :data:`HEAD_DIM` channels.
 
+        :param span: int64 [:data:`SPAN`], on the device; ``qwen_vl_span``, then the map.
         :param tail: the chunk's last row has to be there, no other one.
+        :param form: mma, or wgmma where :attr:`mapped` and :meth:`map_cache` has been called.
         """
         shape = NativeHeads(qkv.shape[0], heads, kv_heads, HEAD_DIM, DTYPES.index(qkv.dtype))
-        self._run('attend_prompt', shape, address(qkv), address(span), layer,
+        where = ctypes.c_void_p(span.data_ptr() + MAP_BYTES if form == 'wgmma' else None)
+        self._run('attend_prompt', shape, address(qkv), address(span), where, layer,
                   ctypes.c_float(HEAD_DIM ** -0.5), int(tail), address(out))
         return out
 
@@ -92,10 +116,15 @@ class PromptKernels:
 class PlainPrompt:
     """Twin of :class:`PromptKernels`; see there."""
 
+    mapped = False
+
+    def map_cache(self, span: Tensor, rows: Tensor) -> None:
+        """Do nothing: there is no other form."""
+
     def attend(self, qkv: Tensor, heads: int, kv_heads: int, span: Tensor, layer: int,
-               out: Tensor, tail: bool = False) -> Tensor:
+               out: Tensor, tail: bool = False, form: str = 'mma') -> Tensor:
         """Attend from a chunk to the cache up to each position."""
-        return PlainKernels().attend_cache(qkv, heads, kv_heads, span, layer, out)
+        return PlainKernels().attend_cache(qkv, heads, kv_heads, span[:6], layer, out)
 
     def last_rows(self, a: Tensor, b: Tensor, span: Tensor, out: Tensor) -> Tensor:
         """Copy the chunk's last row of two activations."""

@@ -6,8 +6,9 @@
 //     a group      every other tile of 64 keys, two of them in shared memory (cp.async)
 //     at the end   the second group leaves its results in shared memory, the first one adds them
 #include "attention.cuh"
+#include "hopper.h"
 #include "mma.cuh"
-#include "qwen_vl_prompt.h"
+#include "prompt_sm90.h"
 #include "status.h"
 
 namespace qwen_vl {
@@ -227,10 +228,37 @@ __global__ void copy_last(const uint4* a, const uint4* b, const qwen_vl_span* sp
 
 using namespace qwen_vl;
 
+extern "C" int qwen_vl_cache_map(const qwen_vl_heads* heads, const qwen_vl_span* span,
+                                 int32_t layers, int32_t capacity, void* map, char* message,
+                                 size_t size) {
+  if (!heads || !span || !map) {
+    return refuse(QWEN_VL_NULL_POINTER, message, size, "cache map: a null pointer");
+  }
+  const int64_t head_step = static_cast<int64_t>(capacity) * kDim;
+  if (heads->head_dim != kDim || heads->kv_heads < 1 || layers < 1 || capacity < 1 ||
+      span->head_step != head_step || span->value_step != heads->kv_heads * head_step ||
+      span->layer_step != 2 * span->value_step) {
+    return refuse(QWEN_VL_BAD_SIZE, message, size,
+                  "cache map of %d heads of %d channels, %d layers, %d positions: heads of %d that "
+                  "lie one after the other are possible",
+                  heads->kv_heads, heads->head_dim, layers, capacity, kDim);
+  }
+  const int status = check_half(heads->dtype, "cache map", message, size);
+  if (status) return status;
+  if (!qwen_vl_attention_has(QWEN_VL_WGMMA)) {
+    return refuse(QWEN_VL_BAD_ENCODING, message, size,
+                  "cache map: this device or library has no wgmma form");
+  }
+  const int error =
+      describe_cache(*span, heads->dtype, capacity, layers * 2 * heads->kv_heads, map);
+  return error ? refuse(QWEN_VL_CUDA_ERROR, message, size, "cache map: the driver refuses")
+               : QWEN_VL_OK;
+}
+
 extern "C" int qwen_vl_attend_prompt(const qwen_vl_heads* heads, const void* qkv,
-                                     const qwen_vl_span* span, int32_t layer, float scale,
-                                     int32_t tail, void* out, void* stream, char* message,
-                                     size_t size) {
+                                     const qwen_vl_span* span, const void* map, int32_t layer,
+                                     float scale, int32_t tail, void* out, void* stream,
+                                     char* message, size_t size) {
   if (!heads || !span) return refuse(QWEN_VL_NULL_POINTER, message, size, "attention: a null pointer");
   if (heads->rows < 1 || heads->heads < 1 || heads->kv_heads < 1 ||
       heads->heads % heads->kv_heads || heads->head_dim != kDim) {
@@ -243,13 +271,17 @@ extern "C" int qwen_vl_attend_prompt(const qwen_vl_heads* heads, const void* qkv
   if (!status) status = check_pointers("attention", message, size, qkv, static_cast<const void*>(out));
   if (status) return status;
   const auto s = static_cast<cudaStream_t>(stream);
-  const cudaError_t error =
-      heads->dtype == QWEN_VL_BF16
-          ? launch<__nv_bfloat16>(*heads, qkv, span, layer, scale, tail, out, s)
-          : launch<__half>(*heads, qkv, span, layer, scale, tail, out, s);
+  int error;
+  if (map) {
+    error = launch_prompt(*heads, qkv, span, map, layer, scale, tail, out, s);
+  } else if (heads->dtype == QWEN_VL_BF16) {
+    error = launch<__nv_bfloat16>(*heads, qkv, span, layer, scale, tail, out, s);
+  } else {
+    error = launch<__half>(*heads, qkv, span, layer, scale, tail, out, s);
+  }
   if (error) {
     return refuse(QWEN_VL_CUDA_ERROR, message, size, "attention: %s (CUDA error %d)",
-                  cudaGetErrorString(error), static_cast<int>(error));
+                  cudaGetErrorString(static_cast<cudaError_t>(error)), error);
   }
   return launched("attention", message, size);
 }

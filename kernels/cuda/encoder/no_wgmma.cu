@@ -1,5 +1,6 @@
-// Stands in for attention_sm90.cu and products_sm90.cu where the library is built without Hopper.
+// Stands in for the files compiled for sm_90a where the library is built without Hopper.
 #include "hopper.h"
+#include "prompt_sm90.h"
 
 namespace qwen_vl {
 
@@ -14,6 +15,13 @@ int launch_activated(const qwen_vl_product&, bool, const void*, const void*, con
 
 int launch_rotated(const qwen_vl_product&, const void*, const void*, const void*, const int32_t*,
                    const float*, void*, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+
+int describe_cache(const qwen_vl_span&, int, int, int, void*) { return cudaErrorNotSupported; }
+
+int launch_prompt(const qwen_vl_heads&, const void*, const qwen_vl_span*, const void*, int, float, int,
+                  void*, cudaStream_t) {
   return cudaErrorNotSupported;
 }
 
