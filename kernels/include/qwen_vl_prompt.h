@@ -33,6 +33,14 @@ QWEN_VL_API int qwen_vl_attend_prompt(const qwen_vl_heads* heads, const void* qk
                                       float scale, int32_t tail, void* out, void* stream,
                                       char* message, size_t message_size);
 
+/*
+ * out = silu(x * gates^T) * (x * others^T); weight is [2 * outs][ins], gates first, ins a multiple of 64;
+ * sm_90 alone, for any number of rows, fast for those of a prompt.
+ */
+QWEN_VL_API int qwen_vl_multiply_gated(const qwen_vl_product* product, const void* x,
+                                       const void* weight, void* out, void* stream, char* message,
+                                       size_t message_size);
+
 /* Copies row span->count - 1 of a [rows][width] and of b to out[2][width]. */
 QWEN_VL_API int qwen_vl_last_rows(const qwen_vl_rows* rows, const void* a, const void* b,
                                   const qwen_vl_span* span, void* out, void* stream, char* message,

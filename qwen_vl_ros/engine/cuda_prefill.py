@@ -48,6 +48,11 @@ CANCEL_MS = 20.0
 STEP = 64
 
 
+#: Gate and up as one product and the activation after it, in the epilogue, or in that of a product
+#: made for few rows.
+WAYS = ('apart', 'activated', 'gated')
+
+
 class CudaPrefill:
     """
     Fused form of :meth:`LanguageModel.prefill`; weights are the model's own.
@@ -69,8 +74,9 @@ class CudaPrefill:
         self.prompt = prompt or PromptKernels(language.device)
         self.products = products or Products(language.device)
         self.graphs: Runner = runner or Graphs(language.device, 'prefill')
-        #: By rows of a bucket: gate, up and activation are one kernel, where that is faster.
-        self.activated: dict[int, bool] = {}
+        #: By rows of a bucket, how gate, up and activation are computed: one of :data:`WAYS`,
+        #: the fastest.
+        self.ways: dict[int, str] = {}
         #: Form of attention by rows of a bucket, the fastest: plain, or one of those of
         #: :meth:`PromptKernels.attend`, where two groups of warps share a query's keys.
         self.forms: dict[int, str] = {}
@@ -159,7 +165,7 @@ class CudaPrefill:
     def release(self) -> None:
         """Give buffers and graphs back; the next chunk makes them again."""
         self.graphs.clear()
-        self.activated.clear()
+        self.ways.clear()
         self._rows = 0
         for name in ('_x', '_y', '_qkv', '_wide', '_hidden', '_turns', '_positions', '_chart',
                      '_span', '_ends'):
@@ -238,12 +244,19 @@ class CudaPrefill:
             y = self._y[:rows]
             k.norm(x, layer.norm2, None, cfg.eps, y)
             hidden = self._hidden[:rows]
-            if self.activated.get(rows):
-                k.multiply_activated(y, layer.gate_up.weight, None, cfg.activation, hidden)
-            else:
-                wide = self._call(layer.gate_up, y, self._wide[:rows])
-                k.gate(wide, cfg.activation, hidden)
+            self._gate(self.ways.get(rows, 'apart'), y, layer.gate_up, hidden)
             self._call(layer.down, hidden, x, x)
+
+    def _gate(self, way: str, y: Tensor, linear: Linear, hidden: Tensor) -> None:
+        """Write activation(gate) * up."""
+        activation = self.language.config.activation
+        if way == 'gated':
+            self.prompt.multiply_gated(y, linear.weight, hidden)
+        elif way == 'activated':
+            self.kernels.multiply_activated(y, linear.weight, None, activation, hidden)
+        else:
+            wide = self._call(linear, y, self._wide[:y.shape[0]])
+            self.kernels.gate(wide, activation, hidden)
 
     def _attend(self, qkv: Tensor, index: int, y: Tensor, tail: bool) -> None:
         self._attend_as(self.forms.get(qkv.shape[0], 'plain'), qkv, index, y, tail)
@@ -273,8 +286,8 @@ class CudaPrefill:
                 for count in {rows, 1 if name != 'qkv' else rows}:
                     self.products.tune(count, [m.weight for m in linears],
                                        [m.bias for m in linears], add)
-        if rows not in self.activated:
-            self.activated[rows] = self._activated_pays(rows)
+        if rows not in self.ways:
+            self.ways[rows] = self._fastest_way(rows)
         if rows not in self.forms:
             self.forms[rows] = self._fastest_form(rows)
 
@@ -288,26 +301,17 @@ class CudaPrefill:
                    key=lambda form: queued_time(
                        lambda i: self._attend_as(form, qkv, i % cfg.layers, y)))
 
-    def _activated_pays(self, rows: int) -> bool:
-        """Tell whether gate and up are faster as one kernel than as two, by timing."""
-        language, k = self.language, self.kernels
-        cfg = language.config
+    def _fastest_way(self, rows: int) -> str:
+        """Return the way of gate and up that is fastest."""
+        language, cfg = self.language, self.language.config
         matrices = [layer.gate_up for layer in language.layers]
-        if not k.has('wgmma') or cfg.activation != 'silu' or cfg.width % 64 or (
+        if not self.kernels.has('wgmma') or cfg.activation != 'silu' or cfg.width % 64 or (
                 type(matrices[0]) is not Linear or matrices[0].bias is not None):
-            return False
+            return 'apart'
         y = torch.randn(rows, cfg.width, dtype=language.dtype, device=language.device)
-        wide, hidden = self._wide[:rows], self._hidden[:rows]
-
-        def apart(i: int) -> None:
-            self._call(matrices[i % cfg.layers], y, wide)
-            k.gate(wide, cfg.activation, hidden)
-
-        def together(i: int) -> None:
-            k.multiply_activated(
-                y, matrices[i % cfg.layers].weight, None, cfg.activation, hidden)
-
-        return queued_time(together) < queued_time(apart)
+        hidden = self._hidden[:rows]
+        return min(WAYS[:2], key=lambda way: queued_time(
+            lambda i: self._gate(way, y, matrices[i % cfg.layers], hidden)))
 
 
 def bucket(count: int) -> int:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from qwen_vl_ros.kernels.encoder import FORMS, NativeHeads, NativeRows
 from qwen_vl_ros.kernels.encoder_plain import PlainKernels
-from qwen_vl_ros.kernels.gemm import DTYPES, address, call, stream
+from qwen_vl_ros.kernels.gemm import DTYPES, NativeProduct, address, call, stream
 from qwen_vl_ros.kernels.loader import KernelError, library
 
 #: Channels of a head that :meth:`PromptKernels.attend` is compiled for.
@@ -35,7 +35,7 @@ class PromptKernels:
     def __init__(self, device: torch.device, native: ctypes.CDLL | None = None) -> None:
         self.device = device
         self._library = library('qwen_vl_encoder') if native is None else native
-        if not hasattr(self._library, 'qwen_vl_cache_map'):
+        if not hasattr(self._library, 'qwen_vl_multiply_gated'):
             raise KernelError("libqwen_vl_encoder.so lacks a prompt's kernels: build it again "
                               "with 'make kernels'")
         size = self._library.qwen_vl_first_token_workspace
@@ -44,7 +44,7 @@ class PromptKernels:
 
     @property
     def mapped(self) -> bool:
-        """Tell whether the device has the wgmma form of :meth:`attend`, which wants a map."""
+        """Tell whether the device has :meth:`multiply_gated` and attention by wgmma."""
         with torch.cuda.device(self.device):
             return bool(self._library.qwen_vl_attention_has(FORMS.index('wgmma')))
 
@@ -73,6 +73,18 @@ class PromptKernels:
         where = ctypes.c_void_p(span.data_ptr() + MAP_BYTES if form == 'wgmma' else None)
         self._run('attend_prompt', shape, address(qkv), address(span), where, layer,
                   ctypes.c_float(HEAD_DIM ** -0.5), int(tail), address(out))
+        return out
+
+    def multiply_gated(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        """
+        Write ``silu(x @ gates.T) * (x @ others.T)``; only where :attr:`mapped`.
+
+        :param x: [rows, ins], ins a multiple of 64.
+        :param weight: [2 * outs, ins], gates first.
+        :param out: [rows, outs].
+        """
+        shape = NativeProduct(x.shape[0], out.shape[1], x.shape[1], DTYPES.index(x.dtype), 0, 0)
+        self._run('multiply_gated', shape, address(x), address(weight), address(out))
         return out
 
     def last_rows(self, a: Tensor, b: Tensor, span: Tensor, out: Tensor) -> Tensor:
@@ -125,6 +137,10 @@ class PlainPrompt:
                out: Tensor, tail: bool = False, form: str = 'mma') -> Tensor:
         """Attend from a chunk to the cache up to each position."""
         return PlainKernels().attend_cache(qkv, heads, kv_heads, span[:6], layer, out)
+
+    def multiply_gated(self, x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+        """Write a gated product."""
+        return PlainKernels().multiply_activated(x, weight, None, 'silu', out)
 
     def last_rows(self, a: Tensor, b: Tensor, span: Tensor, out: Tensor) -> Tensor:
         """Copy the chunk's last row of two activations."""

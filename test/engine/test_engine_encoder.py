@@ -191,15 +191,15 @@ def prompt_of(language, n, seed=0):
     return language.embed(ids), positions
 
 
-@pytest.mark.parametrize('activated', [False, True])
+@pytest.mark.parametrize('way', cuda_prefill.WAYS)
 @pytest.mark.parametrize('sizes', [(9,), (64,), (70, 1, 30), (130, 65)])
-def test_prefill_fills_the_cache_alike(model, monkeypatch, sizes, activated):
+def test_prefill_fills_the_cache_alike(model, monkeypatch, sizes, way):
     """In one piece, in chunks after each other, and in pieces of a chunk that is too large."""
     monkeypatch.setattr(cuda_prefill, 'MOST', 128)
     language = model.language
     fused = CudaPrefill(language, PlainKernels(), PlainProducts(), Direct(), PlainPrompt())
     fused._reserve(256)
-    fused.activated = dict.fromkeys((64, 128), activated)
+    fused.ways = dict.fromkeys((64, 128), way)
     caches = [KVCache(language.config, 256, language.device, language.dtype) for _ in range(2)]
     x, positions = prompt_of(language, sum(sizes))
     caches[0].rows.fill_(float('nan'))

@@ -165,3 +165,25 @@ def test_a_cache_that_does_not_lie_as_it_should_is_refused(kernels):
         assert span[8:].any()
     with pytest.raises(KernelError, match=r'one after the other|no wgmma form'):
         kernels.map_cache(span, cache[:, :, :, :64])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', HALVES)
+@pytest.mark.parametrize('rows,outs,ins', [
+    (192, 8960, 1536), (448, 8960, 1536), (256, 18944, 3584), (1, 72, 64), (65, 8, 128),
+    (200, 1000, 320), (700, 144, 64)])
+def test_gated_products(kernels, dtype, rows, outs, ins):
+    if not kernels.mapped:
+        pytest.skip('no wgmma here')
+    x = torch.randn(rows, ins, device='cuda', dtype=dtype)
+    weight = torch.randn(2 * outs, ins, device='cuda', dtype=dtype) * ins ** -0.5
+    gate, up = (x.double() @ weight.double().T).chunk(2, 1)
+    expected = F.silu(gate) * up
+    gate, up = (x @ weight.T).chunk(2, 1)
+    plain = relative(F.silu(gate) * up, expected)
+    got = torch.full((rows, outs), float('nan'), device='cuda', dtype=dtype)
+    kernels.multiply_gated(x, weight, got)
+    assert torch.isfinite(got).all()
+    assert relative(got, expected) <= 2 * plain
+    with pytest.raises(KernelError, match='a multiple of 64'):
+        kernels.multiply_gated(x[:, :40].contiguous(), weight[:, :40].contiguous(), got)

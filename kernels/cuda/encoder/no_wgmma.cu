@@ -25,4 +25,8 @@ int launch_prompt(const qwen_vl_heads&, const void*, const qwen_vl_span*, const 
   return cudaErrorNotSupported;
 }
 
+int launch_gated(const qwen_vl_product&, const void*, const void*, void*, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+
 }  // namespace qwen_vl
