@@ -26,7 +26,7 @@ constexpr int kStep = kKeys * kColumnBytes, kTileBytes = kColumns * kStep;
 static_assert(kQueries == kKeys, "boxes of queries and of keys are of one size");
 constexpr int kRingBytes = kStages * 2 * kTileBytes;
 constexpr int kAlignment = 1024;
-constexpr int kBarriers = 1 + kGroups * kStages * 2;
+constexpr int kBarriers = 2 + kGroups * kStages * 2;
 constexpr int kSharedBytes = kTileBytes + kGroups * kRingBytes + kBarriers * 8 + kAlignment;
 static_assert(kSharedBytes <= 227 * 1024, "what a block may take");
 // Numbers of a lane that one group leaves for the other: results, bases and sums.
@@ -52,6 +52,49 @@ __device__ inline void copy_tile(uint32_t to, const CUtensorMap* map, int row, i
 }
 
 using Scores = float[kKeys / 8][4];
+
+// The running softmax of attention.cuh, with powers that are taken where they stand in the source.
+struct PinnedSoftmax : Softmax {
+  __device__ static float power(float x) {
+    float y;
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+
+  __device__ float2 step(Scores& s, float scale) {
+    float correction[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float most = largest[r], other = largest[r];
+#pragma unroll
+      for (int i = 0; i < kKeys / 8; ++i) {
+        most = fmaxf(most, s[i][2 * r]);
+        other = fmaxf(other, s[i][2 * r + 1]);
+      }
+      most = quad_max(fmaxf(most, other));
+      // A row that has seen no key yet: 0 in place of -inf keeps NaN out.
+      const float base = most == -INFINITY ? 0.0f : most * scale;
+      correction[r] = power(largest[r] * scale - base);
+      largest[r] = most;
+      float even = 0.0f, odd = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kKeys / 8; ++i) {
+        s[i][2 * r] = power(fmaf(s[i][2 * r], scale, -base));
+        s[i][2 * r + 1] = power(fmaf(s[i][2 * r + 1], scale, -base));
+        even += s[i][2 * r];
+        odd += s[i][2 * r + 1];
+      }
+      sum[r] = sum[r] * correction[r] + even + odd;
+    }
+    return {correction[0], correction[1]};
+  }
+
+  // Arrives at a barrier that nobody waits for: sums are never negative, but have to be there. Left
+  // to itself the compiler waits for the result right after the scores, and nothing overlaps.
+  __device__ void hold(uint32_t spare, int lane) const {
+    if (lane == 0 && !(sum[0] + sum[1] < 0.0f)) barrier_arrive(spare);
+  }
+};
 
 // Hides the keys that a query must not see; `low` and `high`: the last one that the lane's rows may,
 // counted from the tile's first.
@@ -86,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = thread / 32, lane = threadIdx.x % 32, head = blockIdx.y;
   const uint32_t ring_at = queries_at + kTileBytes + group * kRingBytes;
   const uint32_t queries_full = queries_at + kTileBytes + kGroups * kRingBytes;
-  const uint32_t full_at = queries_full + 8 + group * kStages * 16;
+  const uint32_t spare = queries_full + 8, full_at = queries_full + 16 + group * kStages * 16;
   if (threadIdx.x == 0) {
     fetch_map(query_map);
     for (int i = 0; i < kBarriers; ++i) barrier_init(queries_full + i * 8, 1);
@@ -101,13 +144,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (first_query >= end_query) return;
 
   const int tiles = (end_key + kKeys - 1) / kKeys;
+  const int kv_head = head / (p.heads / p.kv_heads);
   // Number i of a group is tile i * kGroups + group.
   const int own = (tiles - group + kGroups - 1) / kGroups;
   const auto slot = [&](int i) { return ring_at + i % kStages * 2 * kTileBytes; };
   const auto full = [&](int i, int values) { return full_at + (i % kStages * 2 + values) * 8; };
   const auto load = [&](int i) {
     if (i >= own) return;
-    const int kv_head = head / (p.heads / p.kv_heads);
 #pragma unroll
     for (int values = 0; values < 2; ++values) {
       barrier_expect(full(i, values), kTileBytes);
@@ -136,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   float result[kDim / 8][4] = {};
   Scores scores;
   uint32_t weights[kKeys / 16][4];
-  Softmax softmax;
+  PinnedSoftmax softmax;
   const int query = first_query + warp * 16 + lane / 4;
   const auto wait_full = [&](int i, int values) { barrier_wait(full(i, values), i / kStages & 1); };
   const auto multiply_keys = [&](int i) {
@@ -185,6 +228,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       wgmma_wait<1>();
       hide_later(i);
       const float2 shrink = softmax.step(scores, p.scale);
+      softmax.hold(spare, lane);
       wgmma_wait<0>();
       named_wait<kGroupThreads>(1 + group);  // all of the group are done with the last tile
       if (thread == 0) load(i - 1 + kStages);
