@@ -22,7 +22,7 @@ from benchmarks.records import ROOT, CannotRun
 #: Seconds for a node to load its model, and for an answer.
 START_S, ANSWER_S = 60.0, 30.0
 
-#: Of the camera, which sends ten pictures a second, each new: nothing is reused.
+#: Of the camera's pictures.
 SIZE = (320, 240)
 
 
@@ -32,10 +32,11 @@ class Node:
 
     :param parameters: of the node.
     :param env: environment variables beside our own.
+    :param rate_hz: of the camera, whose pictures are all new.
     :raises CannotRun: without rclpy, or when the node does not become ready.
     """
 
-    def __init__(self, parameters: dict[str, object], env: dict[str, str]) -> None:
+    def __init__(self, parameters: dict[str, object], env: dict[str, str], rate_hz: float) -> None:
         try:
             import rclpy
             from qwen_vl_msgs.srv import Ask
@@ -58,7 +59,7 @@ class Node:
         self._ending = threading.Event()
         self._publisher = self._node.create_publisher(Image, 'camera/image_raw', 5)
         self._random = np.random.default_rng(0)
-        self._node.create_timer(0.1, self._publish)
+        self._node.create_timer(1 / rate_hz, self._publish)
         self._spinning = threading.Thread(target=self._spin, daemon=True)
         self._spinning.start()
         words = [sys.executable, '-u', '-m', 'benchmarks.stages._switched_node', '--ros-args']

@@ -33,8 +33,11 @@ from qwen_vl_ros.engine.stages import DeviceClock
 from qwen_vl_ros.measure.export import Exports, Finished, open_exports
 from qwen_vl_ros.measure.timeline import Span, Timeline
 
-#: Tokens of a window's answers together; at least one answer.
-WINDOW_TOKENS = 64
+#: Answers of a window.
+ANSWERS = 8
+
+#: Pictures a second: more than there are answers, so that each is about a new one.
+RATE_HZ = {'tiny': 20, '2b': 50}
 
 #: Seconds between two looks of Prometheus; its own default is 15.
 LOOK_S = 5.0
@@ -90,12 +93,11 @@ def node(args: argparse.Namespace, alive: bool) -> list[Record]:
     to = collector.server_port if collector else _free()
     running = Node({'export.otel': 'true', 'export.prometheus_port': port}, {
         'OTEL_EXPORTER_OTLP_ENDPOINT': f'http://127.0.0.1:{to}',
-        SHAPE: '' if args.shape == 'tiny' else args.shape})
+        SHAPE: '' if args.shape == 'tiny' else args.shape}, RATE_HZ[args.shape])
     looked = [0.0]
-    answers = max(1, WINDOW_TOKENS // args.tokens)
 
     def work(on: bool) -> None:
-        for _ in range(answers):
+        for _ in range(ANSWERS):
             running.ask(args.tokens)
         if on and time.monotonic() > looked[0] + LOOK_S:
             looked[0] = time.monotonic()
@@ -113,7 +115,7 @@ def node(args: argparse.Namespace, alive: bool) -> list[Record]:
         if collector is not None:
             collector.shutdown()
             collector.server_close()
-    rate = {on: answers / median(times) for on, times in taken['seconds'].items()}
+    rate = {on: ANSWERS / median(times) for on, times in taken['seconds'].items()}
     which = 'a collector' if alive else 'dead collector'
     case = {**case_of(args), 'variant': f'running node, all exports on, {which}'}
     found = [record(
@@ -125,7 +127,7 @@ def node(args: argparse.Namespace, alive: bool) -> list[Record]:
         middle, low, high = interval(taken[meter][True], taken[meter][False])
         found.append(record(
             'node', case, metric, middle - 1, '', runs=args.windows,
-            note=f'{words}: median of {args.windows} pairs of windows of {answers} answers, '
+            note=f'{words}: median of {args.windows} pairs of windows of {ANSWERS} answers, '
             f'Prometheus looking every {LOOK_S:g} s; 95 % interval {low - 1:+.4f} to '
             f'{high - 1:+.4f}'))
         print(f'{which}: {found[-1]["note"]}')

@@ -64,4 +64,25 @@ def quantize_language(language: LanguageModel, kind: str) -> Sizes:
             gate_up=form.of(layer.gate_up), down=form.of(layer.down)))
     head = Int8Linear.of(language.head)
     language.layers, language.head = layers, head
+    if language.device.type == 'cuda':
+        close_ranks(language)
     return Sizes(before, language.weight_bytes)
+
+
+def close_ranks(language: LanguageModel) -> None:
+    """
+    Lay codes and scales side by side in a GPU's memory, by way of the host's.
+
+    What making them took (float copies of whole matrices) is free by now, but lies between them:
+    torch could give none of it back.
+    """
+    matrices = [m for x in language.layers for m in (x.qkv, x.out, x.gate_up, x.down)]
+    made = [(matrix, name) for matrix in (*matrices, language.head)
+            for name in type(matrix).__slots__]
+    held = []
+    for matrix, name in made:
+        held.append(getattr(matrix, name).to('cpu', copy=True))
+        delattr(matrix, name)
+    torch.cuda.empty_cache()
+    for (matrix, name), tensor in zip(made, held):
+        setattr(matrix, name, tensor.to(language.device))

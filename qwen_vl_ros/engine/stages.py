@@ -14,9 +14,9 @@ from torch import Tensor
 from qwen_vl_ros.engine.lanes import active_lane
 from qwen_vl_ros.measure.timeline import Span, Timeline
 
-#: Pairs of events kept for each device.
-SPARE = 256
-_SPARE: dict[torch.device, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+#: Events kept for each device: making them takes longer than recording them.
+SPARE = 512
+_SPARE: dict[torch.device, list[torch.cuda.Event]] = {}
 
 
 class DeviceClock:
@@ -24,7 +24,9 @@ class DeviceClock:
     Records stages of one request on its device.
 
     On a CPU that is the host clock. On CUDA each stage is a pair of events; they are read when the
-    timeline is, placed on the host clock by one event recorded at the start of the request.
+    timeline is, placed on the host clock by one event recorded at the start of the request. A step
+    that follows another one in the same lane has an event at its end alone: it begins with the end
+    of the one before, or when the host launches it, whatever comes later.
 
     :param timeline: receives the spans.
     :param device: where the stages run.
@@ -34,7 +36,10 @@ class DeviceClock:
         self._timeline = timeline
         self._device = device
         self._spare = _SPARE.setdefault(device, [])
+        #: The newest step.
+        self._step: Span | None = None
         if device.type == 'cuda':
+            self._name = str(device)
             self._origin = torch.cuda.Event(enable_timing=True)
             self._origin.record(torch.cuda.current_stream(device))
             self._origin_ns = time.monotonic_ns()
@@ -58,33 +63,45 @@ class DeviceClock:
             vars(span).update(later() if later else {})
             return
         stream = torch.cuda.current_stream(self._device)
-        begin, end = self._pair()
-        begin.record(stream)
+        lane = f'{self._name} {active_lane()}'.rstrip()
+        before = self._step if name == 'token' else None
+        begin = None
+        if before is None or before.stream != lane:
+            begin = self._event()
+            begin.record(stream)
         started = time.monotonic_ns()
         try:
             yield
         finally:
+            end = self._event()
             end.record(stream)
             span = self._timeline.add(
-                name, started, time.monotonic_ns(),
-                stream=' '.join(filter(None, (str(self._device), active_lane()))), **cost,
+                name, started, time.monotonic_ns(), stream=lane, **cost,
                 **(later() if later else {}))
+            self._step = span if name == 'token' else None
 
             def resolve(span: Span) -> None:
-                end.synchronize()
-                span.start_ns = self._origin_ns + int(self._origin.elapsed_time(begin) * 1e6)
-                span.end_ns = self._origin_ns + int(self._origin.elapsed_time(end) * 1e6)
-                if len(self._spare) < SPARE:
-                    self._spare.append((begin, end))
+                span.end_ns = self._read(end)
+                if begin is not None:
+                    span.start_ns = self._read(begin)
+                elif before is not None:
+                    span.start_ns = max(started, before.end_ns)
 
             span._resolve = resolve
 
-    def _pair(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Return two events, used ones where there are some: making them takes longest."""
+    def _event(self) -> torch.cuda.Event:
         try:
             return self._spare.pop()
         except IndexError:
-            return (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            return torch.cuda.Event(enable_timing=True)
+
+    def _read(self, event: torch.cuda.Event) -> int:
+        """Return when an event came, nanoseconds of the host's clock; it can be used again."""
+        event.synchronize()
+        ns = self._origin_ns + int(self._origin.elapsed_time(event) * 1e6)
+        if len(self._spare) < SPARE:
+            self._spare.append(event)
+        return ns
 
 
 class Arriving:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,6 +58,7 @@ class Timeline:
         self.request_id = request_id
         self.start_ns = time.monotonic_ns()
         self._spans: list[Span] = []
+        self._resolving = threading.Lock()
 
     @contextmanager
     def stage(self, name: str, **cost: Any) -> Iterator[Span]:
@@ -83,11 +85,11 @@ class Timeline:
     @property
     def spans(self) -> list[Span]:
         """Return all spans, resolved, ordered by start."""
-        for span in self._spans:
-            # Of two threads that read at a time one resolves.
-            resolve = vars(span).pop('_resolve', None)
-            if resolve is not None:
-                resolve(span)
+        with self._resolving:
+            for span in self._spans:
+                if span._resolve is not None:
+                    resolve, span._resolve = span._resolve, None
+                    resolve(span)
         return sorted(self._spans, key=lambda s: s.start_ns)
 
     def ms(self, name: str) -> float:

@@ -17,7 +17,7 @@ from qwen_vl_ros.engine.quant_linear import (
     pack_nibbles,
     unpack_nibbles,
 )
-from qwen_vl_ros.engine.quantize import quantize_language
+from qwen_vl_ros.engine.quantize import close_ranks, quantize_language
 from qwen_vl_ros.roboscene.evaluate import evaluate
 
 TINY = Path(__file__).parents[2] / 'models' / 'tiny'
@@ -99,6 +99,20 @@ def test_a_quantised_engine_reads_less_and_still_answers(kind, share):
         assert score.right >= 7, score.wrong
     plain.close()
     engine.close()
+
+
+@pytest.mark.parametrize('kind', ['int8', 'int4'])
+def test_what_lies_anew_is_the_same(kind):
+    language = Engine.load(str(TINY), device='cpu', quantization=kind).model.language
+    x = torch.randn(3, language.config.width)
+    layer = language.layers[1]
+    before = [m(x) for m in (layer.qkv, layer.out, layer.gate_up, language.head)]
+    old = language.head.codes.data_ptr()
+    held = language.head.codes
+    close_ranks(language)
+    assert language.head.codes.data_ptr() != old and held.data_ptr() == old
+    for a, m in zip(before, (layer.qkv, layer.out, layer.gate_up, language.head)):
+        assert torch.equal(a, m(x))
 
 
 def test_unknown_kinds_and_broken_weights_are_refused():

@@ -2,10 +2,14 @@
 
 import json
 import math
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 
+from qwen_vl_ros.engine import stages
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.types import Done, Request, Visual
 from qwen_vl_ros.frame import Frame
@@ -100,3 +104,71 @@ def test_recorded_timelines_lie_one_behind_the_other(tmp_path):
     starts = min(e['ts'] for e in spans if e['pid'] == 2)
     assert starts > ends and min(e['ts'] for e in spans) >= 0
     assert document['traceEvents'][0]['args']['name'] == 'Wo? ä'
+
+
+class Gpu:
+    """One stream of a made-up device, milliseconds; stands in for torch.cuda's events."""
+
+    def __init__(self, monkeypatch):
+        self.host = self.busy_until = 1000.0
+        self.events = 0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing=True):
+                gpu.events += 1
+
+            def record(self, stream):
+                self.at = max(gpu.busy_until, gpu.host)
+
+            def synchronize(self):
+                gpu.host = max(gpu.host, self.at)
+
+            def elapsed_time(self, other):
+                return other.at - self.at
+
+        monkeypatch.setattr(stages, '_SPARE', {})
+        monkeypatch.setattr(stages.torch.cuda, 'Event', Event)
+        monkeypatch.setattr(stages.torch.cuda, 'current_stream', lambda device: None)
+        monkeypatch.setattr(stages.time, 'monotonic_ns', lambda: round(self.host * 1e6))
+
+    def launch(self, ms):
+        self.busy_until = max(self.busy_until, self.host) + ms
+
+
+def test_steps_on_a_device_begin_where_the_last_one_ended_or_when_they_are_launched(monkeypatch):
+    gpu = Gpu(monkeypatch)
+    timeline = Timeline()
+    clock = stages.DeviceClock(timeline, torch.device('cuda', 0))
+    for name, ms, pause in (('prefill', 4, 1), ('token', 2, 1), ('token', 3, 0.5),
+                            ('token', 2, 9), ('token', 2, 0)):
+        with clock.stage(name):
+            gpu.launch(ms)
+        gpu.host += pause
+    # Launched at 0, 1, 2, 2.5 and 11.5 ms; the device falls behind, then waits.
+    assert [(s.name, s.start_ns - timeline.start_ns, s.end_ns - timeline.start_ns)
+            for s in timeline.spans] == [
+        ('prefill', 0, 4 * MS), ('token', 4 * MS, 6 * MS), ('token', 6 * MS, 9 * MS),
+        ('token', 9 * MS, 11 * MS), ('token', 11.5 * MS, 13.5 * MS)]
+    # The origin, two of prefill, two of the first step and one of each further one.
+    assert gpu.events == 8
+    assert timeline.busy_ms() == timeline.total_ms() - 0.5
+    again = Timeline()
+    with stages.DeviceClock(again, torch.device('cuda', 0)).stage('encode'):
+        gpu.launch(1)
+    assert again.ms('encode') == pytest.approx(1) and gpu.events == 9  # its origin
+
+
+def test_of_two_threads_that_read_a_timeline_each_span_is_resolved_once():
+    timeline, calls = Timeline(), []
+
+    def resolve(span):
+        calls.append(span)
+        time.sleep(0.01)
+        span.end_ns = span.start_ns + 5 * MS
+
+    for name in ('encode', 'token'):
+        timeline.add(name, timeline.start_ns, timeline.start_ns)._resolve = resolve
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: timeline.ms('token'), range(4)))
+    assert len(calls) == 2 and found == [5] * 4
