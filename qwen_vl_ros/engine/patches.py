@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from PIL import Image
@@ -171,9 +172,16 @@ def uniform_keep(
     """
     t, rows, cols = grid[0], grid[1] // 2, grid[2] // 2
     keep = np.zeros(rows * cols, bool)
-    order = np.argsort(spread_rank(rows, cols), kind='stable')
-    keep[order[:max(1, round(ratio * rows * cols))]] = True
+    keep[_spread_order(rows, cols)[:max(1, round(ratio * rows * cols))]] = True
     return np.tile(keep, t)
+
+
+@lru_cache(32)
+def _spread_order(rows: int, cols: int) -> np.ndarray:
+    """Return the units in the order of :func:`spread_rank`; cameras keep their size."""
+    order = np.argsort(spread_rank(rows, cols), kind='stable')
+    order.flags.writeable = False
+    return order
 
 
 def spread_rank(rows: int, cols: int) -> np.ndarray:
