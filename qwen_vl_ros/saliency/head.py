@@ -178,11 +178,13 @@ def channels(newest: Tensor, other: Tensor | None = None) -> Tensor:
     """
     Make the input of the net.
 
-    :param newest: samples in RGB, 0 to 255, [B, 3, h, w].
+    :param newest: samples in RGB, 0 to 255, [B, 3, h, w], of any dtype.
     :param other: what the same camera showed in the neighbouring slice of a clip, alike; ``None``
         for a still.
     :return: [B, 6, h, w]: colour, and the difference to the other (0 for a still).
     """
+    if not newest.is_floating_point():
+        newest, other = newest.float(), None if other is None else other.float()
     change = torch.zeros_like(newest) if other is None else (newest - other) / 64
     return torch.cat(((newest - 118) / 64, change), dim=1)
 

@@ -1,4 +1,4 @@
-"""The light head as a signal: frames and a question in, a map out; one CUDA graph a shape."""
+"""The light head as a signal: frames and a question in, a map out."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ import torch
 from torch import Tensor
 
 from qwen_vl_ros.frame import Frame
-from qwen_vl_ros.saliency.head import SAMPLES, SaliencyHead, channels
+from qwen_vl_ros.saliency.head import SaliencyHead, channels
 from qwen_vl_ros.saliency.head_int8 import Int8Head, available
-from qwen_vl_ros.saliency.samples import planes, unit_samples
+from qwen_vl_ros.saliency.head_recorded import RecordedHead, Source, held_against
+from qwen_vl_ros.saliency.samples import rgb_samples
 from qwen_vl_ros.saliency.selectors import FILE
 
 if TYPE_CHECKING:
     from qwen_vl_ros.engine.engine import Engine
 
-#: Questions whose summary is kept; the one asked longest ago goes first.
+#: Questions that are remembered; the one asked longest ago goes first.
 QUESTIONS = 64
+#: Shapes of frames and grids whose nets stay recorded; the one used longest ago goes first.
+SHAPES = 12
 
 
 def head_file(model: str | Path, file: str | Path = '') -> Path:
@@ -38,27 +41,6 @@ def head_file(model: str | Path, file: str | Path = '') -> Path:
         raise ValueError(f'{path} is missing: this checkpoint has no saliency head; '
                          'tools/distil_head makes one, selector saliency needs none')
     return path
-
-
-def rgb_samples(frame: Frame, rows: int, columns: int) -> np.ndarray:
-    """
-    Return a frame at seven samples a unit in RGB, whatever its encoding.
-
-    The picture is shrunk first, so that the conversion touches few pixels.
-
-    :return: float32 [7 * rows, 7 * columns, 3], 0 to 255.
-    """
-    small = unit_samples(frame, rows, columns, SAMPLES)
-    if small.shape[-1] == 1:
-        return np.repeat(small, 3, axis=2)
-    if len(planes(frame)) == 1:
-        return small
-    # Planes are Y, then U and V; BT.601, limited range. NV21 has its chroma the other way round.
-    second, third = small[..., 1], small[..., 2]
-    u, v = (third, second) if frame.encoding == 'nv21' else (second, third)
-    y, u, v = 1.164 * (small[..., 0] - 16), u - 128, v - 128
-    rgb = np.stack((y + 1.596 * v, y - 0.391 * u - 0.813 * v, y + 2.018 * u), axis=-1)
-    return np.clip(rgb, 0, 255).astype(np.float32)
 
 
 class HeadSignal:
@@ -79,9 +61,10 @@ class HeadSignal:
         if self._int8 and not available():
             raise ValueError('this torch multiplies no int8 matrices on a CPU; use float32')
         self._engine: Engine | None = None
-        self._words: OrderedDict[str, Tensor] = OrderedDict()
-        #: Recorded nets by the shape of their input; empty on a CPU.
-        self.graphs: dict[tuple[int, ...], _Graph] = {}
+        self._questions: OrderedDict[str, list[int]] = OrderedDict()
+        self._words: dict[str, Tensor] = {}
+        #: Recorded nets by slices, rows, columns and kind of frames; empty on a CPU.
+        self.graphs: OrderedDict[tuple[int, int, int, Source], RecordedHead] = OrderedDict()
         # Questions may be planned on several threads; a recorded net has one set of buffers.
         self._lock = threading.Lock()
 
@@ -112,6 +95,7 @@ class HeadSignal:
         self.head = self.head.to(device, self._dtype)
         self._net = Int8Head(self.head) if self._int8 else self.head
         self._engine = engine
+        self._questions.clear()
         self._words.clear()
         self.graphs.clear()
 
@@ -126,72 +110,52 @@ class HeadSignal:
         """
         if self._engine is None:
             raise RuntimeError('the saliency head was not bound to an engine')
-        samples = np.stack([rgb_samples(f, rows, columns) for f in frames]).transpose(0, 3, 1, 2)
-        newest = torch.from_numpy(np.ascontiguousarray(samples))
-        other = None
-        if len(frames) > 1:
-            # Each slice is held against the one before it, the first against the second.
-            order = [1, *range(len(frames) - 1)]
-            other = newest[order]
-        given = channels(newest, other)
         device = self._engine.model.device
         with self._lock:
-            words = self._summary(question).expand(len(frames), -1)
-            if device.type != 'cuda':
-                return self._net(given.to(self._dtype), words).float().numpy()
-            key = tuple(given.shape)
-            if key not in self.graphs:
-                self.graphs[key] = _Graph(self.head, given, words)
-            return self.graphs[key].run(given, words)
+            ids = self._ids(question)
+            if device.type == 'cuda':
+                return self._on_gpu(frames, rows, columns, ids)
+            samples = np.stack([rgb_samples(f, rows, columns) for f in frames])
+            newest = torch.from_numpy(samples).permute(0, 3, 1, 2)
+            given = channels(newest, held_against(newest)).to(self._dtype)
+            words = self._summary(question, ids).expand(len(frames), -1)
+            return self._net(given, words).float().numpy()
 
-    def _summary(self, question: str) -> Tensor:
-        """Return the question as the net takes it, [1, 2 * width]."""
-        if question in self._words:
-            self._words.move_to_end(question)
-            return self._words[question]
+    def _on_gpu(self, frames: Sequence[Frame], rows: int, columns: int, ids: list[int]
+                ) -> np.ndarray:
         assert self._engine is not None
-        ids = self._engine.tokenizer(question or ' ', add_special_tokens=False)['input_ids']
-        language = self._engine.model.language
-        index = torch.tensor([ids], device=language.device)
-        embedded = language.embed(index).to(self._dtype)
-        words = self.head.words(embedded, torch.ones_like(index, dtype=torch.bool))
-        self._words[question] = words
-        while len(self._words) > QUESTIONS:
-            self._words.popitem(last=False)
-        return words
+        sources = {Source.of(f) for f in frames}
+        if len(sources) > 1:
+            # Cameras do not change their encoding within a clip; somebody put one together.
+            frames = [Frame.from_rgb(rgb_samples(f, rows, columns)) for f in frames]
+            sources = {Source.of(f) for f in frames}
+        key = (len(frames), rows, columns, sources.pop())
+        if key not in self.graphs:
+            while len(self.graphs) >= SHAPES:
+                self.graphs.popitem(last=False)
+            with torch.cuda.device(self._engine.model.device):
+                self.graphs[key] = RecordedHead(
+                    self.head, self._engine.model.language.embed, *key)
+        self.graphs.move_to_end(key)
+        return self.graphs[key].run(frames, ids)
 
+    def _ids(self, question: str) -> list[int]:
+        """Return a question's tokens; those of the questions asked last are kept."""
+        if question not in self._questions:
+            assert self._engine is not None
+            found = self._engine.tokenizer(question or ' ', add_special_tokens=False)
+            self._questions[question] = found['input_ids']
+            while len(self._questions) > QUESTIONS:
+                self._words.pop(self._questions.popitem(last=False)[0], None)
+        self._questions.move_to_end(question)
+        return self._questions[question]
 
-class _Graph:
-    """The net on inputs of one shape, recorded once: a dozen small kernels cost one launch."""
-
-    def __init__(self, head: SaliencyHead, given: Tensor, words: Tensor) -> None:
-        self._given = torch.zeros(given.shape, dtype=words.dtype, device=words.device)
-        self._words = words.clone()
-        self._staged = torch.empty(given.shape, dtype=words.dtype, pin_memory=True)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                head(self._given, self._words)
-        torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        # Another thread may be at work on the device; only this one is recorded.
-        with torch.cuda.graph(self._graph, capture_error_mode='thread_local'):
-            self._out = head(self._given, self._words).float()
-
-    def run(self, given: Tensor, words: Tensor) -> np.ndarray:
-        """Return the scores on the host; waits for the device."""
-        self._staged.copy_(given)
-        self._given.copy_(self._staged, non_blocking=True)
-        self._words.copy_(words, non_blocking=True)
-        self._graph.replay()
-        return self._out.cpu().numpy()
-
-    def replay_ms(self, count: int) -> list[float]:
-        """Return the milliseconds of so many replays on the device."""
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        for end in ends:
-            self._graph.replay()
-            end.record()
-        torch.cuda.synchronize()
-        return [ends[i].elapsed_time(ends[i + 1]) for i in range(count)]
+    def _summary(self, question: str, ids: list[int]) -> Tensor:
+        """Return the question as the plain net takes it, [1, 2 * width]."""
+        if question not in self._words:
+            assert self._engine is not None
+            index = torch.tensor([ids])
+            embedded = self._engine.model.language.embed(index).to(self._dtype)
+            self._words[question] = self.head.words(
+                embedded, torch.ones_like(index, dtype=torch.bool))
+        return self._words[question]

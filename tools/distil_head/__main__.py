@@ -38,8 +38,8 @@ from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.pipeline import FrameStore
 from qwen_vl_ros.saliency.grad_cam import score_units
 from qwen_vl_ros.saliency.head import SaliencyHead, channels
-from qwen_vl_ros.saliency.head_signal import rgb_samples
 from qwen_vl_ros.saliency.next_frame import widen
+from qwen_vl_ros.saliency.samples import rgb_samples
 from qwen_vl_ros.saliency.selectors import FILE
 
 #: Asked where no file of questions is given.

@@ -1,0 +1,71 @@
+"""What holds of dropping on a CPU holds on a GPU, with the engine's own kernels where built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from qwen_vl_ros.engine.engine import Engine
+from qwen_vl_ros.engine.types import Done, Request, Visual
+from qwen_vl_ros.roboscene.evaluate import frames_of
+from qwen_vl_ros.roboscene.items import items
+from qwen_vl_ros.saliency.selectors import make_selector
+
+TINY = Path(__file__).parents[2] / 'models' / 'tiny'
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope='module')
+def engine():
+    loaded = Engine.load(str(TINY), device='cuda', selector=make_selector('head', model=TINY))
+    yield loaded
+    loaded.close()
+
+
+def random_mask(units: int, seed: int) -> np.ndarray:
+    mask = np.zeros(units, bool)
+    mask[np.random.default_rng(seed).permutation(units)[:units // 3]] = True
+    return mask
+
+
+@pytest.mark.parametrize('family', ['relation', 'change'])
+def test_keeping_everything_changes_no_bit(engine, family):
+    for item in items(family, 'test', 3, 2):
+        frames = frames_of(item)
+        units = 192 * len(item.scenes)
+        plain, masked = (engine.trace(Request(item.question.text, (Visual(frames, mask),)))[1]
+                         for mask in (None, np.ones(units, bool)))
+        assert torch.equal(plain, masked)
+
+
+@pytest.mark.parametrize('family', ['number', 'change'])
+def test_dropping_gives_the_logits_of_the_cpu(family):
+    """On the CPU dropping equals masking the keys (test/engine/test_engine_oracles.py)."""
+    cpu, gpu = (Engine.load(str(TINY), device=d, dtype='float32') for d in ('cpu', 'cuda'))
+    for item in items(family, 'test', 2, 3):
+        mask = random_mask(192 * len(item.scenes), 1)
+        request = Request(item.question.text, (Visual(frames_of(item), mask),))
+        expected, got = (e.trace(request)[1].cpu() for e in (cpu, gpu))
+        assert (got - expected).abs().max() < 2e-3 * expected.abs().max()
+        other = Request(item.question.text, (Visual(frames_of(item), ~mask),))
+        assert (gpu.trace(other)[1].cpu()[-1] - expected[-1]).abs().max() > (
+            0.01 * expected.abs().max())
+    cpu.close()
+    gpu.close()
+
+
+@pytest.mark.parametrize(('family', 'least'), [('pointing', 11), ('number', 10), ('change', 10)])
+def test_answers_stay_right_with_a_third_of_the_units(engine, family, least):
+    """Places are named in the whole picture's coordinates, whatever was dropped."""
+    right = 0
+    for item in items(family, 'test', 12, 4):
+        request = Request(item.question.text, (Visual(frames_of(item)),), keep_ratio=0.33,
+                          max_new_tokens=8)
+        answer = next(e.answer for e in engine.answer(request) if isinstance(e, Done))
+        assert answer.vision_tokens_kept < 0.4 * answer.vision_tokens_in
+        right += answer.text == item.question.answer
+    assert right >= least
