@@ -20,7 +20,9 @@ IMAGES = ROOT / 'docs' / 'images'
 #: Method to (name in plots and tables, when it decides).
 NAMES = {
     'head': ('light head', 'before'), 'next_frame': ('next frame (no head)', 'before'),
-    'next_head': ('next frame and head', 'before'), 'saliency': ('contrast + gradient', 'before'),
+    'next_head': ('next frame and head', 'before'),
+    'saliency': ('colour edges + contrast', 'before'),
+    'colour': ('colour edges', 'before'),
     'gradient': ('gradient magnitude', 'before'), 'contrast': ('contrast', 'before'),
     'motion': ('temporal difference', 'before'),
     'entropy': ('attention entropy, last frame', 'before'),
@@ -29,6 +31,7 @@ NAMES = {
     'roi': ('overview + crop (stills)', 'two pictures'),
     'downsample': ('downsampling', 'smaller picture'),
     'downsample_trained': ('downsampling, trained for it', 'smaller picture'),
+    'head_after': ('light head, after the merger', 'after merger'),
     'divprune': ('DivPrune', 'after merger'), 'dart': ('DART', 'after merger'),
     'fastv': ('FastV', 'in decoder'), 'grad_cam_2': ('gradient, 2 layers', 'after merger'),
     'grad_cam': ('Grad-CAM, same frame', 'teacher'), 'oracle': ('evidence mask', 'oracle')}
@@ -118,8 +121,8 @@ def families(rows: Rows, model: str, kept: int) -> str:
     """Return accuracy with interval by family at one budget, for the methods that matter."""
     names = list(rows[model, 'full', 192]['families'])
     lines = ['| | ' + ' | '.join(names) + ' |', '|---|' + '---|' * len(names)]
-    for method in ('full', 'head', 'next_frame', 'next_head', 'saliency', 'gradient', 'divprune',
-                   'dart', 'downsample_trained', 'downsample', 'oracle'):
+    for method in ('full', 'head', 'next_frame', 'next_head', 'saliency', 'gradient', 'head_after',
+                   'divprune', 'dart', 'downsample_trained', 'downsample', 'oracle'):
         one = rows.get((model, method, 192 if method == 'full' else kept))
         if one is not None:
             cells = [f"{a:.3f} ({low:.2f}–{high:.2f})"
@@ -141,27 +144,56 @@ def goal(rows: Rows, model: str) -> str:
     return '\n'.join(lines)
 
 
+#: Metrics of the wall clock, as the page calls them.
+TIMES = {'ms_per_answer': 'answer', 'ms_first_token': 'to the first token',
+         'ms_select': 'stage `select`', 'ms_reflect': 'gradient after it',
+         'ms_frame_to_map': 'frame to map',
+         'ms_frame_to_map_new_question': 'frame to map, new question', 'ms_net': 'the net alone'}
+
+
 def wall(found: list[dict[str, Any]]) -> str:
     """Return what answers and selectors take, one at a time."""
-    lines = ['| machine | what | ms (median) | p95 | against all tokens |',
-             '|---|---|---|---|---|']
-    names = {'ms_per_answer': 'answer', 'ms_select': 'choosing', 'ms_reflect': 'gradient after it',
-             'ms_frame_to_map': 'head, from frame to map', 'ms_net': 'head, the net alone'}
+    lines = ['| machine | model | picture | method | what | ms (median) | p95 | '
+             'of the whole frame |', '|---|---|---|---|---|---|---|---|']
     for r in found:
-        if r['stage'] != 'selection' or r['metric'] not in names:
-            continue
         case = r['case']
-        what = f"{names[r['metric']]}, {NAMES.get(case['method'], ('all tokens',))[0]}"
-        what += (f", {case['kept']} units" if 'kept' in case
-                 else f", {case['size']} {case['dtype']}")
-        against = ''
+        if r['stage'] != 'selection' or r['metric'] not in TIMES or case['method'] == 'controller':
+            continue
+        model = {'2b': '2B shape', '7b': '7B shape'}.get(case.get('model'), 'tiny')
+        picture = case.get('size', '448x336')
+        picture += f", {case['kept']} of 192 units" if case.get('kept', 192) < 192 else ''
+        picture += f", keep {case['keep']:.0%}" if 'keep' in case else ''
+        method = NAMES.get(case['method'], ('all tokens',))[0]
+        method += f" {case['dtype']}" if 'size' in case and 'dtype' in case else ''
+        share = r.get('share_of_whole_frame')
         if r['metric'] == 'ms_per_answer':
-            against = f"{r['value'] / r['baseline']['value']:.2f}"
-        elif 'share_of_whole_frame' in r:
-            against = f"{r['share_of_whole_frame']:.1%}"
-        lines.append(f"| {r['machine'].split(',')[0]} | {what} | {r['value']:.2f} | "
-                     f"{r['p95']:.2f} | {against} |")
+            share = r['value'] / r['baseline']['value']
+        lines.append(f"| {r['machine'].split(',')[0]} | {model} | {picture} | {method} | "
+                     f"{TIMES[r['metric']]} | {r['value']:.2f} | {r['p95']:.2f} | "
+                     + ('' if share is None else f'{share:.1%}') + ' |')
     return '\n'.join(lines)
+
+
+def controller(found: list[dict[str, Any]]) -> str:
+    """Return how the latency controller held its targets."""
+    lines = ['| case | target, ms | settled at, ms (median) | p95 | rungs over the answers | '
+             'moves in the last 30 |', '|---|---|---|---|---|---|']
+    ladder = ''
+    for r in found:
+        if r['stage'] != 'selection' or r['case']['method'] != 'controller':
+            continue
+        steps: list[list[int]] = []
+        for rung in r['rungs']:
+            if steps and steps[-1][0] == rung:
+                steps[-1][1] += 1
+            else:
+                steps.append([rung, 1])
+        lines.append(
+            f"| {r['case']['case']} | {r['baseline']['value']:.1f} | {r['value']:.1f} | "
+            f"{r['p95']:.1f} | {', '.join(f'{rung} ({n}x)' for rung, n in steps)} | "
+            f"{' and '.join(map(str, r['moves_when_settled']))} |")
+        ladder = ', '.join(f'{ms:.1f}' for ms in r['rungs_ms'])
+    return '\n'.join([*lines, '', f'The rungs 0 to 6 by themselves: {ladder} ms.'])
 
 
 def fill(text: str, name: str, content: str) -> str:
@@ -189,6 +221,7 @@ def main() -> None:
     text = fill(text, 'goal tiny', goal(rows, 'tiny'))
     both = [r for file in sorted(args.results.parent.glob('*.json'))
             for r in json.loads(file.read_text())]
+    text = fill(text, 'controller', controller(both))
     PAGE.write_text(fill(text, 'wall', wall(both)))
 
 

@@ -43,7 +43,7 @@ def backward(config: ModelConfig, visual: int, text: int, layers: int) -> int:
 
 
 def signals(units: int) -> int:
-    """Gradient and contrast of one picture on the CPU."""
+    """Edges and contrast of one picture on the CPU."""
     return units * 49 * 3 * SIGNAL_OPS
 
 
@@ -60,15 +60,19 @@ def question(config: ModelConfig, head: SaliencyHead, method: str, kept: int, te
     scoring = {
         'head': head.flops(GRID_H, GRID_W, text), 'window': head.flops(GRID_H, GRID_W, text),
         'roi': head.flops(GRID_H, GRID_W, text), 'gradient': signals(UNITS),
+        'colour': signals(UNITS),
         'contrast': signals(UNITS), 'saliency': signals(UNITS), 'threshold': signals(UNITS),
         'motion': signals(UNITS),
         # One row of attention a unit, in one block.
         'entropy': 4 * UNITS * 4 * kept * config.vision.width,
-        'next_frame': signals(UNITS) + backward(config, kept, text, layers),
+        # Every second answer is reflected on.
+        'next_frame': signals(UNITS) + backward(config, kept, text, layers) // 2,
         'next_head': (signals(UNITS) + head.flops(GRID_H, GRID_W, text)
-                      + backward(config, kept, text, layers)),
+                      + backward(config, kept, text, layers) // 2),
         'grad_cam': (whole + prefill(config, UNITS, text)
                      + backward(config, UNITS, text, layers))}
+    if method == 'head_after':
+        return whole + head.flops(GRID_H, GRID_W, text) + prefill(config, kept, text)
     if method in ('divprune', 'dart'):
         width = config.language.width
         pairs = UNITS * UNITS if method == 'divprune' else UNITS * 8

@@ -15,20 +15,33 @@ from qwen_vl_ros.roboscene.evaluate import earlier
 from qwen_vl_ros.roboscene.geometry import GRID_H, GRID_W, UNITS
 from qwen_vl_ros.roboscene.items import Item
 from qwen_vl_ros.roboscene.render import render
+from qwen_vl_ros.saliency.colour_edges import colour_edges
 from qwen_vl_ros.saliency.gradient import contrast, gradient_magnitude
 from qwen_vl_ros.saliency.motion import MotionSignal
-from qwen_vl_ros.saliency.next_frame import moved_since
+from qwen_vl_ros.saliency.next_frame import moved_since, turned
 from qwen_vl_ros.saliency.select import UnitSelector, threshold_keep
 
 Maps = dict[str, np.ndarray]
+
+
+def key_of(item: Item) -> Item:
+    """
+    Return an item as its camera saw it when an answer was last reflected on.
+
+    Every second answer is (:class:`saliency.next_frame.NextFrameSelector`), so for half of the
+    items that was one frame earlier, for the others two.
+    """
+    past = earlier(item)
+    return earlier(past) if item.seed % 2 else past
 
 
 def maps_of(item: Item) -> Maps:
     """
     Return an item's signals, each flat over all slices [T * 192].
 
-    'before' is the saliency map a moment earlier, 'motion' the difference to it, 'shift' [2] how
-    the picture moved since.
+    'key' is the saliency map of the frame that was last reflected on, 'motion' the difference to
+    what was seen a moment earlier, 'shift' [2] how the picture moved since, 'key_shift' [2] how it
+    moved since the key frame.
     """
     cv2.setNumThreads(1)
     now = [Frame.from_rgb(p) for p in render(item.scenes)]
@@ -41,11 +54,16 @@ def maps_of(item: Item) -> Maps:
     for frame in now:
         shift, moved = moved_since(signal, then[-1], frame, GRID_H, GRID_W)
         changes.append(moved)
+    key, since = then, np.array(shift)
+    if item.seed % 2:
+        key = [Frame.from_rgb(p) for p in render(key_of(item).scenes)]
+        since = since + turned(key[-1], then[-1], GRID_H, GRID_W)
     found = {'gradient': edges, 'contrast': contrast(now, GRID_H, GRID_W),
+             'colour': colour_edges(now, GRID_H, GRID_W),
              'saliency': selector.saliency(now, GRID_H, GRID_W),
-             'before': selector.saliency(then, GRID_H, GRID_W),
+             'key': selector.saliency(key, GRID_H, GRID_W),
              'threshold': threshold_keep(edges), 'motion': np.stack(changes),
-             'shift': np.array(shift)}
+             'shift': np.array(shift), 'key_shift': since}
     return {name: values.astype(np.float32).reshape(-1) for name, values in found.items()}
 
 

@@ -17,14 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.stages._selection_maps import Maps, uniform_ranks
+from benchmarks.stages._selection_maps import Maps, key_of, uniform_ranks
 from qwen_vl_ros.roboscene.evaluate import earlier
 from qwen_vl_ros.roboscene.geometry import GRID_H, GRID_W, UNIT, UNITS
 from qwen_vl_ros.roboscene.items import Item
 from qwen_vl_ros.saliency import next_frame
 from qwen_vl_ros.saliency.droppers import dart, divprune, fastv
 from qwen_vl_ros.saliency.head import SaliencyHead
-from tools.distil_head.batched import CLOSED, Picture, TinyBatch, grad_cam, right
+from tools.distil_head.batched import (
+    CLOSED,
+    Picture,
+    TinyBatch,
+    grad_cam,
+    log_probability,
+    right,
+)
 from tools.distil_head.coarse import shrink
 from tools.distil_head.group import Group, answer_kept, encoded, groups, head_scores
 from tools.distil_head.roboscene import widened
@@ -48,6 +55,7 @@ class Shown:
     :param maps: signal to float32 [N, T * 192].
     :param before: the group one moment earlier.
     :param shifts: [N, 2], how the picture moved since, in units.
+    :param key: the group at the last answer that was reflected on; ``key_shifts`` alike.
     """
 
     items: list[Item]
@@ -56,12 +64,15 @@ class Shown:
     maps: dict[str, Tensor]
     before: Group
     shifts: Tensor
+    key: Group
+    key_shifts: Tensor
 
 
 def show(drawn: list[Item], made: Sequence[Maps], device: torch.device, seed: int) -> Shown:
     """Render items and what was there a moment before, and upload their signals."""
     group, = groups(item_batch(drawn), device)
     before, = groups(item_batch([earlier(item) for item in drawn]), device)
+    key, = groups(item_batch([key_of(item) for item in drawn]), device)
     n, units = len(drawn), group.slices * UNITS
     maps = {name: torch.from_numpy(np.stack([m[name] for m in made])).to(device)
             for name in made[0]}
@@ -73,7 +84,7 @@ def show(drawn: list[Item], made: Sequence[Maps], device: torch.device, seed: in
     random, fill = torch.from_numpy(noise).to(device)
     ranks = torch.from_numpy(np.tile(uniform_ranks(), group.slices)).to(device)
     maps |= {'random': random, 'oracle': seen + 0.5 * fill, 'uniform': ranks.expand(n, -1)}
-    return Shown(drawn, group, seen, maps, before, maps.pop('shift'))
+    return Shown(drawn, group, seen, maps, before, maps.pop('shift'), key, maps.pop('key_shift'))
 
 
 class Bench:
@@ -140,26 +151,34 @@ class Bench:
 
     def next_frame(self, kept: int, head: bool) -> Tensor:
         """
-        Score by what the answer about the earlier frame leaned on, moved and joined with motion.
+        Score by what the answer about an earlier frame leaned on, moved and joined with motion.
 
-        :param kept: units a slice that the earlier frame kept (by contrast and gradient).
+        :param kept: units a slice that the earlier frame kept (by its own map).
         :param head: also ask the head.
         """
         shown, t = self.shown, self.group.slices
-        past = shown.before
-        ranked = self._head_before() if head else shown.maps['before']
+        past = shown.key
+        ranked = head_scores(self.head, self.embedding, past) if head else shown.maps['key']
         keep = ranked.topk(kept * t, 1).indices.sort(1).values
         picture = self._kept_tokens(past, keep, past.rows())
-        (values,), _ = grad_cam(self.model, [picture], past.tokens, past.labels, first_margin)
+        tokens, said = self._said(picture, past)
+        (values,), _ = grad_cam(self.model, [picture], tokens, said, log_probability)
         whole = torch.zeros(keep.shape[0], t * UNITS, device=values.device)
         real = values if picture.gate is None else values * (picture.gate == 0)
         whole.scatter_add_(1, picture.units, real)
         cam = whole.view(-1, t, GRID_H, GRID_W).amax(1)
         base = _ranks(self.scores('head' if head else 'saliency'))
-        return join(cam, shown.shifts, shown.maps['motion'], base)
+        return join(cam, shown.key_shifts, shown.maps['motion'], base, shown.shifts,
+                    next_frame.KNOWN_BESIDE_QUESTION if head else next_frame.KNOWN)
 
-    def _head_before(self) -> Tensor:
-        return head_scores(self.head, self.embedding, self.shown.before)
+    def _said(self, picture: Picture, group: Group) -> tuple[Tensor, Tensor]:
+        """Return tokens and labels of the answers that the model gives itself, right or not."""
+        tokens, longest = group.tokens.clone(), int((group.labels >= 0).sum(1).max())
+        answered = group.labels >= 0
+        for _ in range(longest):
+            best = self.model.answer([picture], tokens).argmax(-1)
+            tokens[:, 1:] = torch.where(answered[:, :-1], best[:, :-1], tokens[:, 1:])
+        return tokens, torch.where(answered, best, group.labels)
 
     def _kept_tokens(self, group: Group, keep: Tensor, rows: Tensor) -> Picture:
         if group.slices == 1:
@@ -178,6 +197,11 @@ class Bench:
         index = keep[..., None].expand(-1, -1, self.whole.merged.shape[-1])
         picture = Picture(self.whole.merged.gather(1, index), self.whole.units.gather(1, keep))
         return right(self.model.answer([picture], self.group.tokens), self.group.labels)
+
+    def head_after(self, kept: int) -> Tensor:
+        """Keep the merged tokens that the head would have kept before the encoder."""
+        scores = self.scores('head')
+        return self.after_merger(scores.topk(kept * self.group.slices, 1).indices.sort(1).values)
 
     def divprune(self, kept: int) -> Tensor:
         """Keep merged tokens that are unlike one another."""
@@ -339,11 +363,13 @@ def shifted(maps: Tensor, shifts: Tensor, border: float) -> Tensor:
     return F.grid_sample(maps[:, None] - border, where, align_corners=True)[:, 0] + border
 
 
-def join(cam: Tensor, shifts: Tensor, motion: Tensor, base: Tensor) -> Tensor:
+def join(cam: Tensor, shifts: Tensor, motion: Tensor, base: Tensor, last: Tensor,
+         weight: float = next_frame.KNOWN) -> Tensor:
     """
     Do :func:`saliency.next_frame.join` for a batch.
 
     :param cam: [N, rows, columns]; the others [N, T * 192], ``base`` as ranks.
+    :param shifts: [N, 2] since the map was taken, and ``last``: since the frame before.
     """
     t = motion.shape[1] // UNITS
     peak = cam.flatten(1).amax(1).clamp(min=1e-20)[:, None]
@@ -352,8 +378,10 @@ def join(cam: Tensor, shifts: Tensor, motion: Tensor, base: Tensor) -> Tensor:
     unseen = motion >= next_frame.UNSEEN
     usual = motion.masked_fill(unseen, torch.nan).nanquantile(0.5, dim=1, keepdim=True)
     stands_out = (motion - 2 * usual.nan_to_num(0.0)).clamp(min=0).masked_fill(unseen, 0.0)
-    new = (widened(stands_out, t) / next_frame.MOVED).clamp(max=1.0)
-    return base + next_frame.KNOWN * known + new + 0.2 * unseen
+    turns = (last != 0).any(1, keepdim=True)
+    level = torch.where(turns, next_frame.MOVED_TURNING, next_frame.MOVED)
+    new = (widened(stands_out, t) / level).clamp(max=1.0)
+    return base + weight * known + new + 0.25 * unseen
 
 
 def _index(mask: Tensor) -> Tensor:

@@ -102,9 +102,10 @@ def net_ms(head: Path, device: str) -> list[Record]:
             found.append(record('selection', case, 'ms_frame_to_map', median(times[20:]), 'ms',
                                 times=times[20:]))
             if signal.graphs:
-                net = signal.graphs[1, 6, 7 * rows, 7 * columns].replay_ms(200)
-                found.append(record('selection', case, 'ms_net', median(net), 'ms', times=net,
-                                    note='replay of the recorded net, CUDA events'))
+                net = next(reversed(signal.graphs.values())).replay_ms(200)
+                found.append(record(
+                    'selection', case, 'ms_net', median(net), 'ms', times=net,
+                    note='replay of upload, shrinking, net and download, CUDA events'))
     engine.close()
     return found
 

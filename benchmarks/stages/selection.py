@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 #: Share of the units kept, and how many of 192 that is.
 BUDGETS = {0.75: 144, 0.5: 96, 0.33: 63, 0.22: 42, 0.11: 21}
 #: Methods that score units before the encoder.
-BEFORE = ('random', 'uniform', 'gradient', 'contrast', 'saliency', 'head', 'window', 'grad_cam',
-          'oracle')
+BEFORE = ('random', 'uniform', 'gradient', 'colour', 'contrast', 'saliency', 'head', 'window',
+          'grad_cam', 'oracle')
 #: Methods that use the frame before; 'next_head' asks the head as well.
 CLIP = ('motion', 'entropy', 'next_frame', 'next_head')
 #: Methods that see all merged tokens, and those that show other pictures.
-AFTER = ('divprune', 'dart', 'fastv', 'grad_cam_2')
+AFTER = ('head_after', 'divprune', 'dart', 'fastv', 'grad_cam_2')
 OTHER = ('downsample', 'downsample_trained', 'roi')
 METHODS = (*BEFORE, *CLIP, *AFTER, *OTHER)
 #: More budgets for the methods that are held to a goal, in units.
@@ -61,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="train a copy of 'tiny' on smaller pictures for the baseline (0: no)")
     parser.add_argument('--wall', type=int, default=40,
                         help='answers timed for each method, one at a time (0: none)')
+    parser.add_argument('--shape', choices=('2b', '7b', 'none'),
+                        help="what choosing costs on this shape, and a latency target (on a GPU "
+                             "2b)")
     parser.add_argument('--batch', type=int, default=1100, help='items that run at a time')
     parser.add_argument('--workers', type=int, default=min(10, os.cpu_count() or 1),
                         help='processes that compute the signals')
@@ -79,6 +82,7 @@ def run(args: argparse.Namespace) -> list[Record]:
     args.seeds = args.seeds or (3 if full else 1)
     args.models = args.models or (['tiny', 'tiny-dense'] if full else ['tiny'])
     args.coarse_seconds *= full
+    args.shape = args.shape or ('2b' if full and args.wall else 'none')
     makers = MapMakers(args.workers)
     drawn = plan(args)
     # Made while the copy for smaller pictures is trained.
@@ -140,6 +144,9 @@ def _run(args: argparse.Namespace, drawn: dict[tuple[int, str], list[Item]],
     if args.wall:
         from benchmarks.stages._selection_wall import wall
         found += wall(args, file)
+    if args.shape != 'none':
+        from benchmarks.stages._selection_shape import on_shape
+        found += on_shape(args.shape)
     return found
 
 

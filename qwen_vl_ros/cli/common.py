@@ -109,9 +109,10 @@ def add_model_arguments(parser: argparse.ArgumentParser, extra_selector: str = '
                             'answers (%(default)s)')
     group.add_argument('--select', default='auto', metavar='NAME',
                        help='what chooses the tokens that are kept. Before the encoder: head, '
-                            'next_frame, saliency, gradient, contrast, uniform, random, '
-                            'threshold; after it: divprune, dart, fastv; auto: head where the '
-                            f'checkpoint has one, else saliency{extra_selector} (%(default)s)')
+                            'next_frame, saliency, gradient, colour, contrast, uniform, '
+                            'random, threshold; after it: divprune, dart, fastv; auto: head '
+                            'where the checkpoint has one, else saliency'
+                            f'{extra_selector} (%(default)s)')
     group.add_argument('--head', metavar='FILE', default='',
                        help="saliency head (default: saliency_head.safetensors beside the model's "
                             'weights)')

@@ -37,14 +37,18 @@ if TYPE_CHECKING:
     from qwen_vl_ros.engine.prompt import Prompt, VisualToken
     from qwen_vl_ros.engine.types import Request
 
-#: Levels of temporal difference that count as much as the strongest unit of the last map.
-MOVED = 24.0
+#: Levels of temporal difference that count as much as the best unit of the frame's own map: of a
+#: camera that stands still, and of one that turns, where much changes that does not matter.
+MOVED = 60.0
+MOVED_TURNING = 160.0
 #: Difference of what was never seen.
 UNSEEN = 255.0
 #: Median difference, levels, from which on it is another scene: what is remembered is no help.
 CUT = 25.0
-#: Weight of the last answer's map against the ranks of the new frame's own.
-KNOWN = 0.5
+#: Weight of the last answer's map against the ranks of the new frame's own, and against those of
+#: one that has seen the question. These, and the levels above, are fitted on the training split.
+KNOWN = 0.7
+KNOWN_BESIDE_QUESTION = 0.25
 #: A shift under this many units is noise of the estimate.
 STILL = 0.06
 #: Cameras remembered; the one looked at longest ago goes first.
@@ -60,6 +64,12 @@ def widen(values: np.ndarray) -> np.ndarray:
     return (0.7 * values + 0.3 * np.maximum(values, neighbours(values))).astype(np.float32)
 
 
+def turned(before: Frame, now: Frame, rows: int, columns: int) -> tuple[float, float]:
+    """Return the shift of the picture in units (down, right), 0 where it is noise."""
+    down, right = shift_of(before, now, rows, columns)
+    return down * (abs(down) >= STILL), right * (abs(right) >= STILL)
+
+
 def moved_since(signal: MotionSignal, before: Frame, now: Frame, rows: int, columns: int
                 ) -> tuple[tuple[float, float], np.ndarray]:
     """
@@ -68,15 +78,14 @@ def moved_since(signal: MotionSignal, before: Frame, now: Frame, rows: int, colu
     :param signal: holds what was last kept; it is moved by the shift.
     :return: (shift, float32 [rows, columns] levels).
     """
-    down, right = shift_of(before, now, rows, columns)
-    shift = down * (abs(down) >= STILL), right * (abs(right) >= STILL)
+    shift = turned(before, now, rows, columns)
     if any(shift):
         signal.move(shift)
     return shift, signal.difference([now], rows, columns)[0]
 
 
-def join(cam: np.ndarray, shift: tuple[float, float], moved: np.ndarray, base: np.ndarray
-         ) -> np.ndarray:
+def join(cam: np.ndarray, shift: tuple[float, float], moved: np.ndarray, base: np.ndarray,
+         weight: float = KNOWN) -> np.ndarray:
     """
     Join the last answer's map, temporal difference and a map of the new frame.
 
@@ -88,18 +97,24 @@ def join(cam: np.ndarray, shift: tuple[float, float], moved: np.ndarray, base: n
     :param shift: in units, down and right.
     :param moved: levels [T, rows, columns].
     :param base: [T, rows, columns] in [0, 1].
+    :param weight: of the last answer's map.
     :return: float32 [T, rows, columns].
     """
     peak = float(cam.max())
     known = np.sqrt(widen(cam[None])[0] / peak) if peak > 0 else np.zeros_like(cam)
-    matrix = np.array([[1, 0, shift[1]], [0, 1, shift[0]]], np.float32)
-    known = cv2.warpAffine(known.astype(np.float32), matrix, known.shape[::-1],
-                           flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_CONSTANT, borderValue=0.0)
+    known = shifted(known, shift)
     unseen = moved >= UNSEEN
     usual = float(np.median(moved[~unseen])) if not unseen.all() else 0.0
     stands_out = np.where(unseen, 0.0, np.maximum(moved - 2 * usual, 0.0))
-    new = np.minimum(widen(stands_out) / MOVED, 1.0)
-    return (base + KNOWN * known + new + 0.2 * unseen).astype(np.float32)
+    new = np.minimum(widen(stands_out) / (MOVED_TURNING if any(shift) else MOVED), 1.0)
+    return (base + weight * known + new + 0.25 * unseen).astype(np.float32)
+
+
+def shifted(values: np.ndarray, shift: tuple[float, float]) -> np.ndarray:
+    """Move a map [rows, columns] by (down, right) in units; 0 comes in at the border."""
+    matrix = np.array([[1, 0, shift[1]], [0, 1, shift[0]]], np.float32)
+    return cv2.warpAffine(values.astype(np.float32), matrix, values.shape[::-1],
+                          flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_CONSTANT, borderValue=0.0)
 
 
 @dataclass
@@ -112,6 +127,21 @@ class _Camera:
     question: str
     cam: np.ndarray
     focus: np.ndarray | None = None
+    #: The frame that was chosen from last, and how the picture had moved since ``frame``.
+    chosen: Frame | None = None
+    shift: tuple[float, float] = (0.0, 0.0)
+    #: Answers since one was reflected on; ``None`` before the first.
+    answers: int | None = None
+
+    def follow(self, frame: Frame, rows: int, columns: int) -> None:
+        """Move what is known to a later frame of the camera."""
+        if self.chosen is not frame:
+            self.shift = turned(self.frame, frame, rows, columns)
+        if any(self.shift):
+            self.cam = shifted(self.cam, self.shift)
+            if self.focus is not None:
+                self.focus = move_map(self.focus, self.shift)
+        self.frame, self.chosen, self.shift = frame, None, (0.0, 0.0)
 
 
 @dataclass
@@ -135,6 +165,9 @@ class NextFrameSelector:
 
     :param base: whose map of the frame itself ranks what the last answer does not speak of.
     :param layers: decoder layers that the gradient passes; ``None`` is all.
+    :param known: weight of the last answer's map, see :func:`join`.
+    :param every: so many answers to the same question are reflected on once: in between the map
+        moves on with the camera, and half of the gradients are saved.
     :param focus: weight of the attention entropy of the last frame, 0 to 1, against the base; it
         costs a pass of the encoder while nothing else is to do.
     :param min_units: fewest units kept a slice.
@@ -143,6 +176,8 @@ class NextFrameSelector:
 
     base: UnitSelector
     layers: int | None = None
+    known: float = KNOWN
+    every: int = 2
     focus: float = 0.0
     min_units: int = 8
     always: Callable[[int, int], np.ndarray] | None = None
@@ -170,6 +205,7 @@ class NextFrameSelector:
         if state is None or state.cam.shape != (rows, columns):
             return base
         shift, _ = moved = moved_since(state.signal, state.frame, frames[-1], rows, columns)
+        state.chosen, state.shift = frames[-1], shift
         known = moved[1] < UNSEEN
         if known.any() and np.median(moved[1][known]) > CUT:
             del self._cameras[frames[-1].camera]
@@ -178,7 +214,7 @@ class NextFrameSelector:
         cam = state.cam if state.question == question else np.zeros_like(state.cam)
         if state.focus is not None:
             base = (1 - self.focus) * base + self.focus * normalised(move_map(state.focus, shift))
-        return join(cam, shift, np.stack([*differences, moved[1]]), base)
+        return join(cam, shift, np.stack([*differences, moved[1]]), base, self.known)
 
     def __call__(self, frames: Sequence[Frame], grid: Grid, ratio: float, question: str = ''
                  ) -> np.ndarray:
@@ -193,17 +229,19 @@ class NextFrameSelector:
             self._remember(newest[-1], grid, question, keep.reshape(t, -1)[-1])
         return keep
 
-    def _remember(self, frame: Frame, grid: Grid, question: str, keep: np.ndarray) -> None:
+    def _remember(self, frame: Frame, grid: Grid, question: str, keep: np.ndarray) -> _Camera:
         rows, columns = grid[1] // 2, grid[2] // 2
         state = self._cameras.pop(frame.camera, None)
         if state is None or state.cam.shape != (rows, columns):
             state = _Camera(frame, MotionSignal(), grid, question,
-                            np.zeros((rows, columns), np.float32))
+                            np.zeros((rows, columns), np.float32), chosen=frame)
+        state.follow(frame, rows, columns)
         state.signal.kept(frame, keep, rows, columns)
-        state.frame, state.grid = frame, grid
+        state.grid = grid
         self._cameras[frame.camera] = state
         while len(self._cameras) > CAMERAS:
             self._cameras.popitem(last=False)
+        return state
 
     def observe(self, request: Request, visuals: Sequence[VisualToken], prompt: Prompt,
                 ids: Sequence[int]) -> None:
@@ -219,13 +257,19 @@ class NextFrameSelector:
                     if (merged := self._engine.features.get(v.key)) is not None]
         if len(features) != len(visuals):
             return
-        self._said = _Said(prompt, features, tuple(ids), tuple(visuals), request.question)
+        due = False
         for visual in visuals:
             state = self._cameras.get(visual.frames[-1].camera)
             # A frame that was shown whole did not pass through a choice.
             if state is None or state.frame is not visual.frames[-1]:
                 kept = visual.unit_map.reshape(-1)
-                self._remember(visual.frames[-1], visual.grid, request.question, kept)
+                state = self._remember(visual.frames[-1], visual.grid, request.question, kept)
+            if state.answers is not None:
+                state.answers += 1
+            due = due or (state.answers is None or state.answers >= self.every
+                          or state.question != request.question)
+        if due:
+            self._said = _Said(prompt, features, tuple(ids), tuple(visuals), request.question)
 
     def reflect(self) -> None:
         """
@@ -257,7 +301,7 @@ class NextFrameSelector:
             state = self._cameras.get(visual.frames[-1].camera)
             if state is not None and state.cam.shape == (rows, columns):
                 state.cam = whole.reshape(t, rows, columns).max(0)
-                state.question = said.question
+                state.question, state.answers = said.question, 0
                 state.focus = self._focus_of(visual) if self.focus > 0 else None
 
     def _focus_of(self, visual: VisualToken) -> np.ndarray:

@@ -39,9 +39,9 @@ def make_selector(name: str, seed: int = 0, *, model: str | Path = '', head: str
     Return a selector by its name.
 
     :param name: one of :data:`NAMES`. 'auto' takes the head where the checkpoint has one, else
-        'saliency' (contrast and gradient); 'next_frame' joins the same with what the last answer
-        leaned on; those of :data:`AFTER` give the uniform grid, which is not asked but holds the
-        region for :func:`after_merger.drop_after_merger`.
+        'saliency' (colour edges and contrast); 'next_frame' joins the same with what the last
+        answer leaned on; those of :data:`AFTER` give the uniform grid, which is not asked but
+        holds the region for :func:`after_merger.drop_after_merger`.
     :param seed: of 'random'.
     :param model: folder of the checkpoint, beside whose weights the head lies.
     :param head: another place of the head.
@@ -68,9 +68,14 @@ def make_selector(name: str, seed: int = 0, *, model: str | Path = '', head: str
     if name == 'head':
         return _head(model, head, min_units, always)
     if name == 'next_frame':
-        from qwen_vl_ros.saliency.next_frame import NextFrameSelector
+        from qwen_vl_ros.saliency.next_frame import (
+            KNOWN,
+            KNOWN_BESIDE_QUESTION,
+            NextFrameSelector,
+        )
         base: Any = make_selector('auto', model=model, head=head)
-        return NextFrameSelector(base, min_units=min_units, always=always)
+        known = KNOWN_BESIDE_QUESTION if 'head' in base.weights else KNOWN
+        return NextFrameSelector(base, known=known, min_units=min_units, always=always)
     raise ValueError(f"selector '{name}' is not one of {', '.join(NAMES)}")
 
 

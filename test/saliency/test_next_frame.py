@@ -77,6 +77,30 @@ def test_what_was_looked_at_is_kept_in_the_next_frame(engine, selector):
     assert np.mean(hits) > 0.7
 
 
+def test_every_second_answer_is_reflected_on_and_its_map_follows_the_camera(engine, selector):
+    selector.forget()
+    item = next(i for i in items('attribute', 'test', 20)
+                if abs(earlier(i).scenes[0].camera.cx - i.scenes[0].camera.cx) > 20)
+    turn = item.scenes[0].camera.cx - earlier(item).scenes[0].camera.cx
+    shots = [Frame.from_rgb(frames_of(i)[0].rgb(), camera='front')
+             for i in (earlier(earlier(item)), earlier(item), item)]
+    due, maps = [], []
+    for shot in shots:
+        ask(engine, shot, item.question.text, 0.5)
+        due.append(selector._said is not None)
+        selector.reflect()
+        maps.append(selector._cameras['front'].cam)
+    assert due == [True, False, True]
+    # The second frame has the first one's map, moved as the camera turned.
+    columns = np.arange(16)
+    centre = [(m.sum(0) * columns).sum() / m.sum() for m in maps[:2]]
+    assert (centre[1] - centre[0]) * 28 == pytest.approx(turn, abs=10)
+    assert not np.array_equal(maps[1], maps[2])
+    # Another question is reflected on at once.
+    ask(engine, shots[2], 'Is the path blocked?', 0.5)
+    assert selector._said is not None
+
+
 def test_cameras_do_not_mix_and_are_forgotten_in_turn(selector):
     selector.forget()
     for number in range(20):

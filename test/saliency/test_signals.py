@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import cv2
 import numpy as np
 import pytest
 
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.roboscene.evaluate import frames_of, oracle
 from qwen_vl_ros.roboscene.items import items
+from qwen_vl_ros.saliency.colour_edges import colour_edges
 from qwen_vl_ros.saliency.gradient import contrast, gradient_magnitude
 from qwen_vl_ros.saliency.motion import MotionSignal, move_map, shift_of
 from qwen_vl_ros.saliency.samples import per_unit, unit_samples
@@ -61,6 +63,28 @@ def test_samples_of_every_encoding_agree():
         got = unit_samples(Frame(data.reshape(-1), encoding, 448, 336, step), 12, 16)
         assert got.shape == (84, 112, 3)
         assert np.abs(got[..., 0] - rgb[..., 0]).max() <= 1 and (got[..., 1:] == 90).all()
+
+
+def test_a_colour_stands_out_of_a_texture_without_one():
+    """Gradients prefer gravel to a thing of one colour that is as bright; colour edges do not."""
+    rng = np.random.default_rng(0)
+    stones = rng.integers(50, 150, (28, 38), dtype=np.uint8)
+    grey = np.kron(stones, np.ones((12, 12), np.uint8))[:336, :448]
+    rgb = np.repeat(grey[..., None], 3, 2)
+    rgb[:168] = 100
+    rgb[60:110, 200:250] = (160, 80, 60)  # as bright as the wall around it
+    on = np.zeros((12, 16), bool)
+    on[2:4, 7:9] = True
+    frame = Frame.from_rgb(rgb)
+    colour, plain = (f([frame], 12, 16)[0] for f in (colour_edges, gradient_magnitude))
+    assert colour[on].min() > 2 * colour[6:].max() and plain[on].max() < plain[6:].max()
+    yuv = cv2.cvtColor(rgb, cv2.COLOR_RGB2YUV_I420)
+    chroma = yuv[336:].reshape(2, -1).T.reshape(168, 448)
+    sent = Frame(np.concatenate((yuv[:336], chroma)).reshape(-1), 'nv12', 448, 336, 448)
+    again = colour_edges([sent], 12, 16)[0]
+    assert again[on].min() > 2 * again[6:].max()
+    mono = Frame(np.ascontiguousarray(rgb[..., 0]).reshape(-1), 'mono8', 448, 336, 448)
+    assert colour_edges([mono], 12, 16)[0].argmax() // 16 >= 1
 
 
 def test_noise_is_no_motion_and_a_new_thing_is():

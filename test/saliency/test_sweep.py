@@ -87,7 +87,7 @@ def test_the_batched_join_is_the_selectors():
     motion[0, :16] = 255
     base = generator.random((3, 2 * UNITS), np.float32)
     shifts = np.array([[0, 0], [0.5, -1.25], [1, 0]], np.float32)
-    got = join(*(torch.from_numpy(x) for x in (cam, shifts, motion, base))).numpy()
+    got = join(*(torch.from_numpy(x) for x in (cam, shifts, motion, base, shifts))).numpy()
     for i in range(3):
         shape = (2, GRID_H, GRID_W)
         expected = next_frame.join(cam[i], tuple(shifts[i]), motion[i].reshape(shape),
@@ -153,9 +153,9 @@ def test_the_sweep_runs_in_its_small_form(tmp_path):
     out = tmp_path / 'out.json'
     subprocess.run(
         [sys.executable, 'benchmarks/run.py', '--stage', 'selection', '--items', '1', '--seeds',
-         '1', '--models', 'tiny', '--methods', 'head', 'uniform', 'downsample', '--wall', '0',
-         '--workers', '0', '--coarse-seconds', '0', '--device', 'cpu', '--json', str(out),
-         '--partial', str(tmp_path / 'part.json')],
+         '1', '--models', 'tiny', '--methods', 'head', 'next_frame', 'uniform', 'downsample',
+         'dart', '--wall', '0', '--workers', '0', '--coarse-seconds', '0', '--device', 'cpu',
+         '--json', str(out), '--partial', str(tmp_path / 'part.json')],
         cwd=ROOT, check=True, capture_output=True, timeout=240)
     records = json.loads(out.read_text())
     assert (tmp_path / 'part.json').exists()
@@ -164,6 +164,8 @@ def test_the_sweep_runs_in_its_small_form(tmp_path):
     assert 0.25 < kept['head', 63]['flops_share'] < kept['head', 72]['flops_share'] < 0.35
     assert set(kept['head', 63]['families']) == {
         'attribute', 'count', 'relation', 'pointing', 'number', 'path', 'far', 'change'}
+    next_share = kept['next_frame', 72]['flops_share']
+    assert kept['head', 72]['flops_share'] < next_share < 0.35 < kept['dart', 63]['flops_share']
     assert kept['uniform', 63]['evidence_recall'] <= 1 and kept['downsample', 21]['runs'] == 8
 
 
