@@ -22,6 +22,9 @@ from benchmarks.records import ROOT, CannotRun
 #: Seconds for a node to load its model, and for an answer.
 START_S, ANSWER_S = 60.0, 30.0
 
+#: Environment variable of the node: 2b or 7b; its own model where it is empty.
+SHAPE = 'QWEN_VL_BENCHMARK_SHAPE'
+
 #: Of the camera's pictures.
 SIZE = (320, 240)
 

@@ -1,7 +1,8 @@
 """
 The node, with exports that SIGUSR1 switches on and SIGUSR2 off: one process, both variants.
 
-:data:`SHAPE` in the environment lets it answer with random weights of an official shape on a GPU.
+:data:`~benchmarks.stages._node.SHAPE` in the environment lets it answer with random weights of an
+official shape on a GPU.
 """
 
 from __future__ import annotations
@@ -11,13 +12,11 @@ import signal
 import sys
 from typing import Any
 
+from benchmarks.stages._node import SHAPE
 from qwen_vl_ros.measure.export import Exports
 from qwen_vl_ros.node import publish
 from qwen_vl_ros.node.main import load_engine, main
 from qwen_vl_ros.node.parameters import Settings
-
-#: Environment variable: 2b or 7b; the node's own model where it is empty.
-SHAPE = 'QWEN_VL_BENCHMARK_SHAPE'
 
 
 class Switched:

@@ -25,8 +25,7 @@ import torch
 
 from benchmarks.records import CannotRun, Record, median, record
 from benchmarks.stages._engines import picture, timed_engine
-from benchmarks.stages._node import SIZE, Node, interval, windows
-from benchmarks.stages._switched_node import SHAPE
+from benchmarks.stages._node import SHAPE, SIZE, Node, interval, windows
 from benchmarks.stages.answer import ask
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.stages import DeviceClock

@@ -27,9 +27,10 @@ examples:
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Options of a stage that keep it short.
-QUICK = {'patches': ['--seconds', '0.3', '--threads', '1'], 'answer': ['--seconds', '1'],
+QUICK = {'patches': ['--seconds', '0.1', '--threads', '1'],
+         'answer': ['--seconds', '0.5', '--size', '640x480', '--keep', '1'],
          'projection': ['--calls', '10', '--replays', '5'],
-         'eval': ['--items', '10', '--keep', '1'],
+         'eval': ['--items', '5', '--keep', '1'],
          'selection': ['--items', '1', '--seeds', '1', '--models', 'tiny', '--wall', '0',
                        '--coarse-seconds', '0', '--methods', 'head', 'uniform', 'downsample'],
          'observe': ['--answers', '10', '--windows', '6'],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -49,6 +51,28 @@ def test_a_noted_decoder_is_the_decoder_and_knows_when_it_chose():
     assert noted.slots == 3
     assert noted.step()[0].finite and not noted.step({})[0].finite
     assert len(noted.at) == 2 and noted.at[0] <= noted.at[1]
+
+
+def test_stages_are_there_without_ros_and_optional_packages():
+    """What a stage lacks it says when it runs; a machine without ROS still times the rest."""
+    done = subprocess.run([sys.executable, '-c', WITHOUT], cwd=ROOT, capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+WITHOUT = '''
+import importlib, pathlib, sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split('.')[0] in ('rclpy', 'qwen_vl_msgs', 'sensor_msgs', 'simplejpeg', 'rosbags',
+                                  'opentelemetry', 'prometheus_client', 'matplotlib', 'pynvml'):
+            raise ModuleNotFoundError(f'No module named {name!r}', name=name)
+
+sys.meta_path.insert(0, Missing())
+for path in sorted(pathlib.Path('benchmarks/stages').glob('[a-z]*.py')):
+    importlib.import_module(f'benchmarks.stages.{path.stem}')
+'''
 
 
 def test_quick_names_options_that_stages_have():
