@@ -297,7 +297,7 @@ class CudaPrefill:
         if cfg.head_dim != HEAD_DIM or self.language.device.type != 'cuda':
             return 'plain'
         qkv, y = self._qkv[:rows].normal_(), self._y[:rows]
-        return min(('plain', 'mma'),
+        return min(('plain', 'mma', 'wgmma') if self._mapped else ('plain', 'mma'),
                    key=lambda form: queued_time(
                        lambda i: self._attend_as(form, qkv, i % cfg.layers, y)))
 
@@ -310,7 +310,7 @@ class CudaPrefill:
             return 'apart'
         y = torch.randn(rows, cfg.width, dtype=language.dtype, device=language.device)
         hidden = self._hidden[:rows]
-        return min(WAYS[:2], key=lambda way: queued_time(
+        return min(WAYS, key=lambda way: queued_time(
             lambda i: self._gate(way, y, matrices[i % cfg.layers], hidden)))
 
 
