@@ -12,6 +12,8 @@ from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.types import Done, Request, Visual
 from qwen_vl_ros.roboscene.evaluate import frames_of
 from qwen_vl_ros.roboscene.items import items
+from qwen_vl_ros.saliency.next_frame import NextFrameSelector
+from qwen_vl_ros.saliency.select import UnitSelector
 from qwen_vl_ros.saliency.selectors import make_selector
 
 TINY = Path(__file__).parents[2] / 'models' / 'tiny'
@@ -56,6 +58,25 @@ def test_dropping_gives_the_logits_of_the_cpu(family):
             0.01 * expected.abs().max())
     cpu.close()
     gpu.close()
+
+
+def test_entropy_and_gradient_are_those_of_the_cpu():
+    """Of an answer about a pruned frame: the encoder's focus, and what the answer leaned on."""
+    item = next(items('attribute', 'test', 1, 7))
+    request = Request(item.question.text, (Visual(frames_of(item)),), keep_ratio=0.5,
+                      max_new_tokens=4)
+    found = []
+    for device in ('cpu', 'cuda'):
+        selector = NextFrameSelector(UnitSelector(), focus=0.5)
+        engine = Engine.load(str(TINY), device=device, dtype='float32', selector=selector)
+        said = next(e.answer for e in engine.answer(request) if isinstance(e, Done))
+        selector.reflect()
+        state, = selector._cameras.values()
+        found.append((said.text, state.cam / state.cam.max(), state.focus / state.focus.max()))
+        engine.close()
+    assert found[0][0] == found[1][0]
+    for ours, theirs in zip(found[0][1:], found[1][1:]):
+        assert ours.std() > 0.01 and np.abs(ours - theirs).max() < 0.02
 
 
 @pytest.mark.parametrize(('family', 'least'), [('pointing', 11), ('number', 10), ('change', 10)])
