@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> list[Record]:
     shape = args.shape or ('2b' if on_gpu else None)
     # A clip of eight frames of 1280x720 has 4784 tokens.
     engine, theirs = timed_pair(shape, args.device, args.dtype,
-                                max_context=8192 if args.clip else 4096)
+                                max_context=8192 if args.clip and shape else 4096)
     info = engine.info
     reference = None if args.alone else Reference(
         share('models', 'tiny'), engine.model.device, engine.model.dtype,
