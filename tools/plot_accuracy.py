@@ -21,7 +21,7 @@ IMAGES = ROOT / 'docs' / 'images'
 NAMES = {
     'head': ('light head', 'before'), 'next_frame': ('next frame (no head)', 'before'),
     'next_head': ('next frame and head', 'before'),
-    'saliency': ('colour edges + contrast', 'before'),
+    'saliency': ('gradient + contrast', 'before'),
     'colour': ('colour edges', 'before'),
     'gradient': ('gradient magnitude', 'before'), 'contrast': ('contrast', 'before'),
     'motion': ('temporal difference', 'before'),

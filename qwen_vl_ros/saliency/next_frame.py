@@ -47,7 +47,7 @@ UNSEEN = 255.0
 CUT = 25.0
 #: Weight of the last answer's map against the ranks of the new frame's own, and against those of
 #: one that has seen the question. These, and the levels above, are fitted on the training split.
-KNOWN = 0.7
+KNOWN = 1.1
 KNOWN_BESIDE_QUESTION = 0.25
 #: A shift under this many units is noise of the estimate.
 STILL = 0.06

@@ -31,7 +31,7 @@ SIGNALS: dict[str, Signal] = {
 }
 
 #: Weights without a question, fitted on the training split (docs/accuracy.md).
-WEIGHTS = {'colour': 1.0, 'contrast': 0.3}
+WEIGHTS = {'gradient': 1.0, 'contrast': 0.3}
 
 
 def normalised(values: np.ndarray) -> np.ndarray:
@@ -71,7 +71,7 @@ class UnitSelector:
     signals: Mapping[str, Signal] = field(default_factory=lambda: SIGNALS, repr=False)
     min_units: int = 8
     always: Region | None = None
-    spread: float = 0.4
+    spread: float = 0.25
 
     def __post_init__(self) -> None:
         """:raises ValueError: an unknown signal or a weight that is not positive."""

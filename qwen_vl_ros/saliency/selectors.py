@@ -39,7 +39,7 @@ def make_selector(name: str, seed: int = 0, *, model: str | Path = '', head: str
     Return a selector by its name.
 
     :param name: one of :data:`NAMES`. 'auto' takes the head where the checkpoint has one, else
-        'saliency' (colour edges and contrast); 'next_frame' joins the same with what the last
+        'saliency' (gradient and contrast); 'next_frame' joins the same with what the last
         answer leaned on; those of :data:`AFTER` give the uniform grid, which is not asked but
         holds the region for :func:`after_merger.drop_after_merger`.
     :param seed: of 'random'.
