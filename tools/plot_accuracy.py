@@ -148,7 +148,8 @@ def goal(rows: Rows, model: str) -> str:
 TIMES = {'ms_per_answer': 'answer', 'ms_first_token': 'to the first token',
          'ms_select': 'stage `select`', 'ms_reflect': 'gradient after it',
          'ms_frame_to_map': 'frame to map',
-         'ms_frame_to_map_new_question': 'frame to map, new question', 'ms_net': 'the net alone'}
+         'ms_frame_to_map_new_question': 'frame to map, new question',
+         'ms_net': 'its graph: upload to download'}
 
 
 def wall(found: list[dict[str, Any]]) -> str:
