@@ -50,6 +50,12 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == 'cuda' else nullcontext()
 
 
+def give_back(device: torch.device) -> None:
+    """Let other programs, and other streams, have the memory of a GPU that nothing holds."""
+    if device.type == 'cuda':
+        torch.cuda.empty_cache()
+
+
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     """
     Return the dtype called ``name``; ``auto`` is float32 on a CPU, bfloat16 on a GPU that has it.

@@ -16,7 +16,7 @@ from qwen_vl_ros.engine.checkpoint import Checkpoint, find_folder, load_checkpoi
 from qwen_vl_ros.engine.config import load_config
 from qwen_vl_ros.engine.constrain import Constraints
 from qwen_vl_ros.engine.cuda_decoder import make_decoder
-from qwen_vl_ros.engine.device import is_out_of_memory, pick_device, pick_dtype
+from qwen_vl_ros.engine.device import give_back, is_out_of_memory, pick_device, pick_dtype
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode, one_line
 from qwen_vl_ros.engine.hand_over import make_hand_over
 from qwen_vl_ros.engine.kv_cache import CachePool, KVCache
@@ -91,6 +91,7 @@ class Engine:
         bind = getattr(options.selector, 'bind', None)
         if bind is not None:
             bind(self)
+        give_back(self.model.device)
 
     @classmethod
     def load(
@@ -203,6 +204,8 @@ class Engine:
             for _ in self.answer(Request('?', (Visual((grey,)),), max_new_tokens=2)):
                 pass
         self.forget()
+        # What was chosen and captured needed more than answers do, and on another stream.
+        give_back(self.model.device)
 
     def trace(self, request: Request) -> tuple[Prompt, Tensor]:
         """
@@ -334,6 +337,4 @@ class Engine:
         """Give back the memory of all caches that no running request holds."""
         self.pool.forget()
         self.features.clear()
-        if self.model.device.type == 'cuda':
-            torch.cuda.empty_cache()
-
+        give_back(self.model.device)

@@ -27,6 +27,9 @@ STAGES = {'encoder': 'encode', 'prefill': 'prefill', 'decode': 'token'}
 KINDS = {'bf16': 'fp16', 'fp16': 'fp16', 'bfloat16': 'fp16', 'float16': 'fp16', 'int8': 'w8',
          'w8': 'w8', 'int4': 'w4', 'w4': 'w4', 'awq': 'w4', 'gptq': 'w4'}
 
+#: Variant of a record of decoding by kernels that an Orin runs, where others are faster.
+PORTABLE = 'kernels that an Orin runs'
+
 #: What is taken where a stage was timed in several cases.
 SIZE, SHAPE = '640x480', '2b'
 
@@ -50,8 +53,8 @@ def own_efficiencies(records: Iterable[Mapping[str, Any]]) -> dict[Key, Own]:
     """
     Return an efficiency for each stage and kind of weights that was measured on a GPU.
 
-    Of several records of one key the one of :data:`SHAPE`, all tokens and :data:`SIZE` counts, and
-    of those the best.
+    Of several records of one key the one of :data:`SHAPE`, :data:`PORTABLE`, all tokens and
+    :data:`SIZE` counts, and of those the best.
     """
     found: dict[Key, tuple[tuple[Any, ...], Own]] = {}
     for record in records:
@@ -65,8 +68,8 @@ def own_efficiencies(records: Iterable[Mapping[str, Any]]) -> dict[Key, Own]:
         value = float(record['value'])
         share = value if name == 'token' else value * ORIN_PRODUCT
         words = ' '.join(f'{k} {v}' for k, v in case.items() if k != 'path')
-        rank = (case.get('model') == SHAPE, case.get('keep', 1.0) == 1.0,
-                case.get('size') == SIZE, value)
+        rank = (case.get('model') == SHAPE, case.get('variant') == PORTABLE,
+                case.get('keep', 1.0) == 1.0, case.get('size') == SIZE, value)
         own = Own(share, value, f"{record['stage']} {words} on {record['machine'].split(',')[0]}")
         if (name, kind) not in found or rank > found[name, kind][0]:
             found[name, kind] = (rank, own)

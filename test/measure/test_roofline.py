@@ -233,7 +233,8 @@ def test_own_efficiencies_come_from_records():
         share('encoder', 0.5, dtype='bf16', size='640x480') | {'kind': 'projected'},
         share('prefill', 0.5, dtype='bf16', size='640x480'),
         share('decode', 0.8, dtype='bf16'), share('decode', 0.9, dtype='bf16', sequences=4),
-        share('decode', 0.6, dtype='int8'), share('decode', 1.7, dtype='int4'),
+        share('decode', 0.7, dtype='int8'), share('decode', 1.7, dtype='int4'),
+        share('decode', 0.6, dtype='int8', variant=efficiency.PORTABLE),
         share('decode', 0.9, dtype='bf16') | {'case': {'path': 'cpu', 'dtype': 'bf16'}}]
     own = efficiency.own_efficiencies(records)
     assert {key: one.measured for key, one in own.items()} == {
