@@ -12,6 +12,7 @@
 //     at the end   the second group leaves its results in shared memory, the first one adds them
 #include "attention.cuh"
 #include "copy_engine.cuh"
+#include "launch.cuh"
 #include "mma.cuh"
 #include "prompt_sm90.h"
 #include "wgmma_prompt.cuh"
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t start = shared_address(memory);
   const uint32_t queries_at = (start + kAlignment - 1) / kAlignment * kAlignment;
   const int group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads;
-  const int warp = thread / 32, lane = threadIdx.x % 32, head = blockIdx.y;
+  const int warp = thread / 32, lane = threadIdx.x % 32, head = blockIdx.x % p.heads;
   const uint32_t ring_at = queries_at + kTileBytes + group * kRingBytes;
   const uint32_t queries_full = queries_at + kTileBytes + kGroups * kRingBytes;
   const uint32_t spare = queries_full + 8, full_at = queries_full + 16 + group * kStages * 16;
@@ -135,12 +136,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < kBarriers; ++i) barrier_init(queries_full + i * 8, 1);
     publish_barriers();
   }
+  // The span was there before the first of the chunk's kernels began.
   const int count = static_cast<int>(p.span->count), past = static_cast<int>(p.span->start);
   // Those with most keys start first.
-  const int number = p.tail ? (count - 1) / kQueries : static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const int number = p.tail ? (count - 1) / kQueries
+                            : static_cast<int>(gridDim.x - 1 - blockIdx.x) / p.heads;
   const int first_query = number * kQueries;
   const int end_query = min(first_query + kQueries, count), end_key = past + end_query;
   __syncthreads();
+  begin_after_previous();
   if (first_query >= end_query) return;
 
   const int tiles = (end_key + kKeys - 1) / kKeys;
@@ -312,10 +316,9 @@ int launch(const qwen_vl_heads& h, const void* qkv, const qwen_vl_span* span, co
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error) return error;
   const int tiles = tail ? 1 : (h.rows + kQueries - 1) / kQueries;
-  kernel<<<dim3(tiles, h.heads), kThreads, kSharedBytes, stream>>>(
-      query_map, {static_cast<T*>(out), span, static_cast<const CUtensorMap*>(map), h.heads,
-                  h.kv_heads, layer, tail, scale * kLog2E});
-  return cudaSuccess;
+  const Prompt<T> p = {static_cast<T*>(out), span, static_cast<const CUtensorMap*>(map), h.heads,
+                       h.kv_heads, layer, tail, scale * kLog2E};
+  return launch_early(kernel, tiles * h.heads, kThreads, kSharedBytes, stream, query_map, p);
 }
 
 }  // namespace

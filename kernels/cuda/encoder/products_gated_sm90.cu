@@ -6,9 +6,11 @@
 //                  model's 8960, of 132 multiprocessors. A warpgroup copies; either three multiply 64
 //                  rows each, or two 128
 //     a cluster    two blocks with the same rows: each copies half of them to both
-//     ring         four stages of 64 inputs
+//     ring         four stages of 64 inputs; those of weights are on their way while the kernel before
+//                  still writes the rows
 #include "copy_engine.cuh"
 #include "epilogue.cuh"
+#include "launch.cuh"
 #include "mma.cuh"
 #include "prompt_sm90.h"
 #include "wgmma_products.cuh"
@@ -181,27 +183,39 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(S::kThreads, 
     registers_down<kCopyRegisters>();
     // One lane copies; the others of its warp wait for it, so that all arrive at the end together.
     if (threadIdx.x == 0) {
-      int count = 0;
-      for (int number = blockIdx.x / kCluster; number < items; number += stride) {
+      const int own = static_cast<int>(rank);
+      const auto copy_weights = [&](const Item<S>& item, int step, int slot) {
+        const uint32_t full = full_at + slot * 8;
+        const uint32_t to = ring_at + slot * S::kStageBytes + S::kXBytes;
+        barrier_expect(full, S::kStageBytes);
+        copy_box(to, weight_map, step * kDepth, item.first_out, full);
+        copy_box(to + kOuts * kRowBytes, weight_map, step * kDepth, outs + item.first_out, full);
+      };
+      const auto copy_rows = [&](const Item<S>& item, int step, int slot) {
+        copy_box_to((1 << kCluster) - 1,
+                    ring_at + slot * S::kStageBytes + own * (S::kXBytes / kCluster), x_map,
+                    step * kDepth, item.first_row + own * (S::kRows / kCluster), full_at + slot * 8);
+      };
+      const Item<S> first(blockIdx.x / kCluster, pairs, rank);
+      const int ahead = min(kStages, steps);
+      for (int step = 0; step < ahead; ++step) copy_weights(first, step, step);
+      begin_after_previous();
+      for (int step = 0; step < ahead; ++step) copy_rows(first, step, step);
+      int count = ahead, step = ahead;
+      for (int number = blockIdx.x / kCluster; number < items; number += stride, step = 0) {
         const Item<S> item(number, pairs, rank);
-        for (int step = 0; step < steps; ++step, ++count) {
+        for (; step < steps; ++step, ++count) {
           const int slot = count % kStages;
-          const uint32_t full = full_at + slot * 8, at = ring_at + slot * S::kStageBytes;
           if (count >= kStages) barrier_wait(empty_at + slot * 8, (count / kStages - 1) & 1);
-          barrier_expect(full, S::kStageBytes);
-          const int own = static_cast<int>(rank);
-          copy_box_to((1 << kCluster) - 1, at + own * (S::kXBytes / kCluster), x_map, step * kDepth,
-                      item.first_row + own * (S::kRows / kCluster), full);
-          const uint32_t weights = at + S::kXBytes;
-          copy_box(weights, weight_map, step * kDepth, item.first_out, full);
-          copy_box(weights + kOuts * kRowBytes, weight_map, step * kDepth, outs + item.first_out,
-                   full);
+          copy_weights(item, step, slot);
+          copy_rows(item, step, slot);
         }
       }
     }
     __syncwarp();
   } else {
     registers_up<S::kGroupRegisters>();
+    begin_after_previous();
     const int group = warp / 4 - 1;
     const Ring ring = {ring_at + group * S::kGroupRows * kRowBytes, ring_at + S::kXBytes, full_at,
                        empty_at};
@@ -252,9 +266,8 @@ int launch(const qwen_vl_product& s, const void* x, const void* weight, void* ou
   const int items = (s.rows + S::kRows - 1) / S::kRows *
                     ((s.outs + kCluster * kOuts - 1) / (kCluster * kOuts));
   const int clusters = items < processors / kCluster ? items : processors / kCluster;
-  kernel<<<kCluster * clusters, S::kThreads, S::kSharedBytes, stream>>>(
-      x_map, weight_map, static_cast<T*>(out), s.rows, s.outs, s.ins);
-  return cudaSuccess;
+  return launch_early(kernel, kCluster * clusters, S::kThreads, S::kSharedBytes, stream, x_map,
+                      weight_map, static_cast<T*>(out), s.rows, s.outs, s.ins);
 }
 
 }  // namespace
