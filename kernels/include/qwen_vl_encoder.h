@@ -13,6 +13,9 @@
 
 #include "qwen_vl_kernels.h"
 
+/* What qwen_vl_abi_version of this library returns: it changes with the functions below. */
+#define QWEN_VL_ENCODER_ABI_VERSION 2
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -91,6 +94,10 @@ QWEN_VL_API int qwen_vl_activate_s8(const qwen_vl_rows* rows, int32_t activation
                                     int8_t* out, float* scales, void* stream, char* message,
                                     size_t message_size);
 
+/* out[r][c] = x[r][c] - 128 for c < bytes, a multiple of 4, and 0 for other c < width. */
+QWEN_VL_API int qwen_vl_centre(const qwen_vl_rows* rows, int32_t bytes, const uint8_t* x, void* out,
+                               void* stream, char* message, size_t message_size);
+
 /* out[r][c] = activation(x[r][c]) * x[r][width + c]; x is [rows][2 * width]. */
 QWEN_VL_API int qwen_vl_gate(const qwen_vl_rows* rows, int32_t activation, const void* x, void* out,
                              void* stream, char* message, size_t message_size);
@@ -142,17 +149,26 @@ QWEN_VL_API int qwen_vl_rotate_text(const qwen_vl_heads* heads, void* qkv, const
 
 typedef enum qwen_vl_attention_form {
   QWEN_VL_MMA = 0,  /* sm_80 class: any GPU that this library is for */
-  QWEN_VL_WGMMA = 1 /* sm_90 alone; head_dim 80 */
+  QWEN_VL_WGMMA = 1, /* sm_90 alone; head_dim 80 */
+  QWEN_VL_WGMMA_FINE = 2 /* the same, keys divided among more blocks: for few rows */
 } qwen_vl_attention_form;
 
 /*
  * Attention in all directions within segments: qkv as in qwen_vl_rotate_grid, out
- * [rows][heads][head_dim]. A tile is (first query, end, first key, end); empty ones do nothing.
+ * [rows][heads][head_dim]. A tile is (first query, end, first key, end); tiles of a segment follow
+ * each other and cover the rows of its keys; empty ones do nothing. The launch directly before, with
+ * which this one overlaps, must not write the list.
+ *
+ * The workspace is of qwen_vl_attention_workspace bytes, null where that is 0. It holds zeros before
+ * the first launch and is left as it has to be for the next; one launch at a time may use it.
  */
 QWEN_VL_API int qwen_vl_attend_segments(const qwen_vl_heads* heads, int32_t form, const void* qkv,
                                         const int32_t* tiles, int32_t tile_count, float scale,
-                                        void* out, void* stream, char* message,
+                                        void* out, void* workspace, void* stream, char* message,
                                         size_t message_size);
+
+/* Bytes that a form of qwen_vl_attend_segments needs on the current device. */
+QWEN_VL_API uint64_t qwen_vl_attention_workspace(int32_t form);
 
 /* Causal attention of a chunk to the cache, itself included; out [rows][heads][head_dim]. */
 QWEN_VL_API int qwen_vl_attend_cache(const qwen_vl_heads* heads, const void* qkv,

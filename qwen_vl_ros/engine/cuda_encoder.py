@@ -1,5 +1,5 @@
 """
-The encoder's blocks and merger on CUDA: one graph a bucket of patches.
+The encoder on CUDA, from bytes of patches to merged tokens: one graph a bucket of patches.
 
 A block is seven launches::
 
@@ -9,28 +9,27 @@ A block is seven launches::
 and one more for the rotation and for fc1's activation each, where no kernel has it in its
 epilogue or where that is slower.
 
-Rows are filled up to a multiple of 64 with zeros, which belong to no segment of attention; what
-differs between two pictures of a bucket (embeddings, places, segments) lies in buffers that the
-graph reads. A new camera resolution costs one capture.
+Rows are filled up to a multiple of 64 with finite numbers, which belong to no segment of
+attention; what differs between two pictures of a bucket (patches, places, segments) lies in
+buffers that the graph reads. A new camera resolution costs one capture.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from qwen_vl_ros.engine.encoder_layouts import Layout, Layouts
 from qwen_vl_ros.engine.graphs import Graphs, Runner, Turns
 from qwen_vl_ros.engine.layers import Linear, inverse_frequencies
 from qwen_vl_ros.engine.quant_linear import Int8Linear
 from qwen_vl_ros.kernels import encoder as native
-from qwen_vl_ros.kernels.encoder import EncoderKernels, tile_list
+from qwen_vl_ros.kernels.encoder import EncoderKernels
 from qwen_vl_ros.kernels.gemm import DTYPES, Products, queued_time
 from qwen_vl_ros.kernels.loader import KernelError, optional
 
@@ -42,24 +41,6 @@ LOG = logging.getLogger('qwen_vl_ros.engine')
 
 #: Rows and columns of patches that the table of rotations covers: pictures of 28,672 pixels.
 POSITIONS = 2048
-
-#: Layouts of whole pictures and clips that are kept on the device.
-LAYOUTS = 16
-
-
-@dataclass(frozen=True)
-class Layout:
-    """
-    Where the patches of a pass stand.
-
-    :param count: patches.
-    :param spots: int32 [count, 2], row and column.
-    :param tiles: int32 [tiles, 4], see :func:`~qwen_vl_ros.kernels.encoder.tile_list`.
-    """
-
-    count: int
-    spots: Tensor
-    tiles: Tensor
 
 
 class CudaEncoder:
@@ -89,7 +70,14 @@ class CudaEncoder:
         #: The same of QKV and the rotation.
         self.rotated: dict[int, bool] = {}
         self._taken = Turns(encoder.device)
-        self._layouts: OrderedDict[tuple[tuple[int, int, int], bytes], Layout] = OrderedDict()
+        self._layouts = Layouts(encoder.device)
+        #: What the buffers hold the places of: rows, tiles and a layout.
+        self._filled: tuple[int, int, Layout] | None = None
+        #: Weights of the embedding by bytes of a patch, filled up to what products take.
+        self._embeddings = {
+            weight.shape[1]: (F.pad(weight, (0, -weight.shape[1] % ALIGNED)), bias)
+            for weight, bias in ((encoder.still_weight, encoder.still_bias),
+                                 (encoder.pair_weight, encoder.pair_bias))}
         angles = torch.arange(POSITIONS)[:, None].float() * inverse_frequencies(
             cfg.head_dim // 2, cfg.theta)
         self._turns = torch.stack((angles.cos(), angles.sin()), -1).contiguous().to(encoder.device)
@@ -137,19 +125,21 @@ class CudaEncoder:
         """
         Run blocks and merger.
 
-        :param x: embeddings of the kept units [4 * kept, width], in the order of ``units``.
+        :param x: embeddings of the kept units [4 * kept, width], in the order of ``units``. Or
+            bytes of all patches, uint8 [t * h * w, 588 or 1176]: the kept ones are embedded here.
         :param grid: (t, h, w) in patches.
         :param units: int64 [kept], ascending, on whatever device; ``None`` keeps all.
         :return: [kept, out_width].
         """
         with self._taken.take():
-            layout = self._layout(grid, units)
+            layout = self._layouts.of(grid, units)
             rows, tiles = bucket(layout.count), _bucket_tiles(layout.tiles.shape[0])
+            patch = x.shape[1] if x.dtype == torch.uint8 else 0
             try:
                 self._reserve(rows, tiles)
                 self.graphs.run(
-                    (rows, tiles), lambda: self._fill(x, layout, rows, tiles),
-                    lambda: self._body(rows, tiles), lambda: self.tune(rows, tiles))
+                    (rows, tiles, patch), lambda: self._fill(x, layout, rows, tiles),
+                    lambda: self._body(rows, tiles, patch), lambda: self.tune(rows, tiles, patch))
             except Exception:
                 self.release()
                 raise
@@ -161,53 +151,15 @@ class CudaEncoder:
         self.activated.clear()
         self.rotated.clear()
         self._rows = self._tiles = 0
-        for name in ('_x', '_y', '_wide', '_merged', '_spots', '_tile_list', '_codes', '_scales'):
+        self._filled = None
+        for name in ('_bytes', '_x', '_y', '_wide', '_merged', '_spots', '_tile_list', '_codes',
+                     '_scales'):
             self.__dict__.pop(name, None)
 
     @property
     def buffer_bytes(self) -> int:
         """Return the bytes of buffers, cuBLASLt's workspace aside."""
         return sum(v.nbytes for v in self.__dict__.values() if isinstance(v, Tensor))
-
-    def _layout(self, grid: tuple[int, int, int], units: Tensor | None) -> Layout:
-        from qwen_vl_ros.engine.vision import patch_positions
-
-        t, h, w = grid
-        whole = self._kept_layout(grid, b'', lambda: Layout(
-            t * h * w, patch_positions(h, w).int().repeat(t, 1).to(self.encoder.device),
-            self._upload(tile_list([h * w] * t))))
-        if units is None:
-            return whole
-        # Units that are on the host already are counted there, without waiting for the device.
-        chosen = units.cpu().numpy()
-
-        def part() -> Layout:
-            counts = np.bincount(chosen // (h * w // 4), minlength=t)
-            on_device = units if units.is_cuda else self._upload(chosen)
-            return Layout(
-                4 * chosen.size, whole.spots.view(-1, 8)[on_device].view(-1, 2),
-                self._upload(tile_list([4 * int(n) for n in counts if n])))
-
-        # Some selectors keep the same units of every picture.
-        return self._kept_layout(grid, chosen.tobytes(), part)
-
-    def _kept_layout(self, grid: tuple[int, int, int], units: bytes,
-                     make: Callable[[], Layout]) -> Layout:
-        """Return a layout, made where it is new; the least used are given up."""
-        key = grid, units
-        if key not in self._layouts:
-            made = make()
-            while len(self._layouts) >= LAYOUTS:
-                self._layouts.popitem(last=False)
-            self._layouts[key] = made
-        self._layouts.move_to_end(key)
-        return self._layouts[key]
-
-    def _upload(self, array: np.ndarray) -> Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(array))
-        if self.encoder.device.type == 'cuda':
-            host = host.pin_memory()
-        return host.to(self.encoder.device, non_blocking=True)
 
     def _reserve(self, rows: int, tiles: int) -> None:
         """Make room for a pass; larger buffers are other buffers, which no graph knows."""
@@ -220,9 +172,12 @@ class CudaEncoder:
         def make(*shape: int, dtype: torch.dtype = enc.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=enc.device)
 
+        self._bytes = make(rows * max(self._embeddings), dtype=torch.uint8)
         self._x, self._y = make(rows, cfg.width), make(rows, cfg.width)
-        # Queries, keys and values are done with before the MLP starts: they share a buffer.
-        self._wide = make(rows * max(3 * cfg.width, cfg.mlp_width))
+        # Centred bytes, queries with keys and values, and the MLP's inside share a buffer: each is
+        # done with when the next is written.
+        self._wide = make(rows * max(3 * cfg.width, cfg.mlp_width, *(
+            weight.shape[1] for weight, _ in self._embeddings.values())))
         self._merged = make(rows // 4, cfg.out_width)
         self._spots = make(rows, 2, dtype=torch.int32)
         self._tile_list = make(tiles, 4, dtype=torch.int32)
@@ -233,19 +188,36 @@ class CudaEncoder:
 
     def _fill(self, x: Tensor, layout: Layout, rows: int, tiles: int) -> None:
         n, t = layout.count, layout.tiles.shape[0]
-        self._x[:n].copy_(x)
+        if x.dtype == torch.uint8:
+            kept = self._bytes[:n * x.shape[1]]
+            if layout.units is None:
+                kept.copy_(x.view(-1))
+            else:
+                torch.index_select(x.view(-1, 4 * x.shape[1]), 0, layout.units,
+                                   out=kept.view(-1, 4 * x.shape[1]))
+        else:
+            self._x[:n].copy_(x)
+            if rows > n:
+                self._x[n:rows].zero_()
+        if self._filled == (rows, tiles, layout):
+            return
         self._spots[:n].copy_(layout.spots)
         self._tile_list[:t].copy_(layout.tiles)
         if rows > n:
-            self._x[n:rows].zero_()
             self._spots[n:rows].zero_()
         if tiles > t:
             self._tile_list[t:tiles].zero_()
+        self._filled = rows, tiles, layout
 
-    def _body(self, rows: int, tiles: int) -> None:
-        """Launch everything from embeddings to merged tokens."""
+    def _body(self, rows: int, tiles: int, patch: int) -> None:
+        """Launch everything; ``patch`` is the bytes of one, 0 where embeddings are there."""
         enc, cfg, k = self.encoder, self.encoder.config, self.kernels
         x, y = self._x[:rows], self._y[:rows]
+        if patch:
+            weight, bias = self._embeddings[patch]
+            centred = self._wide[:rows * weight.shape[1]].view(rows, -1)
+            k.centre(self._bytes[:rows * patch].view(rows, patch), centred)
+            self.products.multiply(centred, weight, bias, x)
         for block in enc.blocks:
             self._attention(block, x, y, rows, tiles)
             self._mlp(block, x, y, rows)
@@ -302,7 +274,7 @@ class CudaEncoder:
     def _multiply(self, x: Tensor, linear: Linear, out: Tensor, add: Tensor | None = None) -> None:
         self.products.multiply(x, linear.weight, linear.bias, out, add)
 
-    def tune(self, rows: int, tiles: int) -> None:
+    def tune(self, rows: int, tiles: int, patch: int) -> None:
         """Choose kernels for a bucket by timing, where that has not been done before."""
         enc = self.encoder
         if (rows, tiles) not in self.forms:
@@ -316,6 +288,9 @@ class CudaEncoder:
 
         for name, add in (('qkv', False), ('proj', True), ('fc1', False), ('fc2', True)):
             each(name, add)
+        if patch:
+            weight, bias = self._embeddings[patch]
+            self.products.tune(rows, [weight], [bias])
         for linear in (enc.merge_fc1, enc.merge_fc2):
             self.products.tune(rows // 4, [linear.weight], [linear.bias])
         if rows not in self.activated:
@@ -378,6 +353,9 @@ class CudaEncoder:
 
 
 EPS = 1e-6
+
+#: Inputs of a product are a multiple of this.
+ALIGNED = 8
 
 
 def bucket(count: int) -> int:

@@ -100,13 +100,17 @@ class VisionEncoder:
         # Sorted where they are: on the host nothing has to wait for the device.
         units = None if units is None else units.sort().values
         check_units(patches, grid, units)
+        fused = None if probe is not None else self.fused
+        if isinstance(fused, CudaEncoder) and patches.dtype == torch.uint8 and (
+                fused.fits(grid) and (patches if units is None else units).shape[0]):
+            return fused.run(patches, grid, units)
         if units is not None and patches.dtype == torch.uint8:
             patches = patches.reshape(t * area, 4, -1)[units.to(self.device)].flatten(0, 1)
         if patches.shape[0] == 0:
             return torch.zeros(0, self.config.out_width, dtype=self.dtype, device=self.device)
         x = self.embed(patches) if patches.dtype == torch.uint8 else patches
-        if self.fused is not None and probe is None and self.fused.fits(grid):
-            return self.fused.run(x, grid, units)
+        if fused is not None and fused.fits(grid):
+            return fused.run(x, grid, units)
         return self.encode_plain(x, grid, units, probe)
 
     def encode_plain(

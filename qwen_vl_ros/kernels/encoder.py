@@ -14,8 +14,8 @@ from qwen_vl_ros.kernels.loader import library
 #: In the order of ``qwen_vl_activation``, by the names of a config.
 ACTIVATIONS = ('quick_gelu', 'gelu', 'gelu_pytorch_tanh', 'silu')
 
-#: In the order of ``qwen_vl_attention_form``: any GPU, Hopper alone.
-FORMS = ('mma', 'wgmma')
+#: In the order of ``qwen_vl_attention_form``: any GPU; Hopper alone, and there for few rows.
+FORMS = ('mma', 'wgmma', 'wgmma_fine')
 
 #: ``QWEN_VL_TILE_ROWS``.
 TILE_ROWS = 128
@@ -66,7 +66,8 @@ def tile_list(segments: list[int]) -> np.ndarray:
 
 class EncoderKernels:
     """
-    The kernels on one device; all run in torch's current stream and allocate nothing.
+    The kernels on one device; all run in torch's current stream and allocate nothing, but for a
+    workspace of attention at its first use: one stream at a time may attend.
 
     Tensors are contiguous, bfloat16 or float16, of rows that are multiples of eight elements.
 
@@ -78,6 +79,8 @@ class EncoderKernels:
     def __init__(self, device: torch.device, native: ctypes.CDLL | None = None) -> None:
         self.device = device
         self._library = library('qwen_vl_encoder') if native is None else native
+        self._library.qwen_vl_attention_workspace.restype = ctypes.c_uint64
+        self._workspace: Tensor | None = None
 
     def has(self, form: str) -> bool:
         """Tell whether the device runs a form of attention, one of :data:`FORMS`."""
@@ -110,6 +113,16 @@ class EncoderKernels:
     def gate(self, x: Tensor, name: str, out: Tensor) -> Tensor:
         """Write activation(first half) * second half; x [rows, 2 * width]."""
         self._run('gate', _rows(out), ACTIVATIONS.index(name), address(x), address(out))
+        return out
+
+    def centre(self, x: Tensor, out: Tensor) -> Tensor:
+        """
+        Write bytes less 128, which every dtype holds exactly, and zeros behind them.
+
+        :param x: uint8 [rows, bytes], a multiple of 4.
+        :param out: [rows, width], no fewer, a multiple of 8.
+        """
+        self._run('centre', _rows(out), x.shape[1], address(x), address(out))
         return out
 
     def rotate_grid(self, qkv: Tensor, heads: int, spots: Tensor, turns: Tensor) -> None:
@@ -161,8 +174,19 @@ class EncoderKernels:
         shape = _heads(qkv, heads, heads)
         scale = shape.head_dim ** -0.5
         self._run('attend_segments', shape, FORMS.index(form), address(qkv), address(tiles),
-                  tiles.shape[0], ctypes.c_float(scale), address(out))
+                  tiles.shape[0], ctypes.c_float(scale), address(out),
+                  address(self._workspace_of(form)))
         return out
+
+    def _workspace_of(self, form: str) -> Tensor | None:
+        """Return what a form of attention needs, made at first use; it starts as zeros."""
+        if form == 'mma':
+            return None
+        if self._workspace is None:
+            with torch.cuda.device(self.device):
+                size = self._library.qwen_vl_attention_workspace(FORMS.index(form))
+            self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return self._workspace
 
     def attend_cache(self, qkv: Tensor, heads: int, kv_heads: int, span: Tensor, layer: int,
                      out: Tensor) -> Tensor:

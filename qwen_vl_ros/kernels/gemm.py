@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -37,6 +37,10 @@ WORKSPACE_BYTES = 32 << 20
 
 #: Algorithms that are timed for a shape.
 CANDIDATES = 16
+
+#: cuBLASLt is also asked for a product of so many rows less, and what it proposes is timed for the
+#: shape itself: just under a multiple of its tiles it proposes others, which may be faster.
+FEWER_ROWS = 60
 
 #: An algorithm replaces one that cuBLASLt holds for faster when it takes less than this share.
 MARGIN = 0.98
@@ -167,7 +171,7 @@ class Products:
         x = torch.randn(rows, ins, device=self.device, dtype=shape.dtype)
         out = torch.randn(rows, outs, device=self.device, dtype=shape.dtype)
         best: tuple[float, bytes] | None = None
-        for algorithm in plan.algorithms:
+        for algorithm in dict.fromkeys(plan.algorithms + self._neighbours(shape)):
             try:
                 self._choose(plan, algorithm)
                 took = queued_time(lambda i: self._multiply(
@@ -186,16 +190,7 @@ class Products:
         return best[0]
 
     def _prepare(self, shape: Shape) -> Plan:
-        product = NativeProduct(shape.rows, shape.outs, shape.ins, DTYPES.index(shape.dtype),
-                                shape.bias, shape.add)
-        buffer = (ctypes.c_uint8 * (CANDIDATES * ALGORITHM_BYTES))()
-        found, handle = ctypes.c_int32(), ctypes.c_void_p()
-        call(self._library.qwen_vl_lt_prepare, self._handle, ctypes.byref(product),
-              ctypes.c_uint64(WORKSPACE_BYTES), CANDIDATES, buffer, ctypes.byref(found),
-              ctypes.byref(handle))
-        raw = bytes(buffer)
-        plan = Plan(handle, [raw[i * ALGORITHM_BYTES:(i + 1) * ALGORITHM_BYTES]
-                             for i in range(found.value)])
+        plan = self._ask(shape)
         known = self._store.get(shape.name)
         if known is not None:
             try:
@@ -205,6 +200,29 @@ class Products:
                 LOG.info('the remembered algorithm for %s is not accepted', shape.name)
         self._plans[shape] = plan
         return plan
+
+    def _neighbours(self, shape: Shape) -> list[bytes]:
+        """Return what is proposed for :data:`FEWER_ROWS`; it need not run for the shape."""
+        if shape.rows <= FEWER_ROWS:
+            return []
+        try:
+            plan = self._ask(replace(shape, rows=shape.rows - FEWER_ROWS))
+        except KernelError:
+            return []
+        self._library.qwen_vl_lt_forget(plan.handle)
+        return plan.algorithms
+
+    def _ask(self, shape: Shape) -> Plan:
+        product = NativeProduct(shape.rows, shape.outs, shape.ins, DTYPES.index(shape.dtype),
+                                shape.bias, shape.add)
+        buffer = (ctypes.c_uint8 * (CANDIDATES * ALGORITHM_BYTES))()
+        found, handle = ctypes.c_int32(), ctypes.c_void_p()
+        call(self._library.qwen_vl_lt_prepare, self._handle, ctypes.byref(product),
+             ctypes.c_uint64(WORKSPACE_BYTES), CANDIDATES, buffer, ctypes.byref(found),
+             ctypes.byref(handle))
+        raw = bytes(buffer)
+        return Plan(handle, [raw[i * ALGORITHM_BYTES:(i + 1) * ALGORITHM_BYTES]
+                             for i in range(found.value)])
 
     def _choose(self, plan: Plan, algorithm: bytes) -> None:
         call(self._library.qwen_vl_lt_choose, plan.handle, algorithm)

@@ -139,7 +139,8 @@ TWINS = PlainKernels()
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', HALVES)
-@pytest.mark.parametrize('rows,width', [(1600, 1280), (37, 1536), (5, 256), (3, 3584), (1, 8)])
+@pytest.mark.parametrize('rows,width', [(1600, 1280), (37, 1536), (5, 256), (3, 3584), (1, 8),
+                                        (6, 520), (2, 1032), (7, 2048), (9, 2056)])
 def test_norms(kernels, dtype, rows, width):
     x, weight = random(rows, width, dtype=dtype, scale=3) + 1, random(width, dtype=dtype)
     for bias in (random(width, dtype=dtype), None):
@@ -186,6 +187,15 @@ def test_activations(kernels, dtype, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', HALVES)
+@pytest.mark.parametrize('rows,width,filled', [(1600, 588, 592), (3, 1176, 1176), (5, 4, 16)])
+def test_bytes_are_centred_exactly(kernels, dtype, rows, width, filled):
+    x = torch.randint(0, 256, (rows, width), device='cuda', dtype=torch.uint8)
+    got = kernels.centre(x, poisoned(rows, filled, dtype=dtype))
+    assert torch.equal(got[:, :width].int(), x.int() - 128) and not got[:, width:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('dtype', HALVES)
 @pytest.mark.parametrize('heads,dim', [(16, 80), (4, 64)])
 def test_rotation_on_the_grid(kernels, dtype, heads, dim):
     rows = 333
@@ -203,12 +213,14 @@ def test_rotation_on_the_grid(kernels, dtype, heads, dim):
 
 
 SEGMENTS = ([1564], [200, 36, 4, 1000], [4], [64, 128, 129], [112, 224, 113, 336], [4784],
-            [160, 320, 161, 480, 159], list(range(1, 131)))
+            [160, 320, 161, 480, 159], [516] * 4,
+            [1, 2, 3, 5, 31, 63, 64, 65, 111, 112, 113, 127, 128, 129, 130])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize('dtype', HALVES)
-@pytest.mark.parametrize('form,dim', [('mma', 80), ('mma', 64), ('wgmma', 80)])
+@pytest.mark.parametrize('form,dim', [('mma', 80), ('mma', 64), ('wgmma', 80),
+                                      ('wgmma_fine', 80)])
 def test_attention_within_segments(kernels, dtype, form, dim):
     if not kernels.has(form):
         pytest.skip(f'this GPU has no {form}')
@@ -395,6 +407,9 @@ def test_what_does_not_fit_is_refused_in_a_sentence(kernels, products):
     x = random(8, 12, dtype=torch.bfloat16)
     with pytest.raises(KernelError, match='multiple of 8'):
         kernels.norm(x, x[0], None, 1e-6, x)
+    with pytest.raises(KernelError, match='multiples of 4 and 8'):
+        kernels.centre(torch.zeros(2, 6, dtype=torch.uint8, device='cuda'),
+                       random(2, 8, dtype=torch.bfloat16))
     with pytest.raises(KernelError, match='multiples of 8'):
         products.multiply(x, x, None, random(8, 8, dtype=torch.bfloat16))
     qkv = random(8, 3 * 2 * 48, dtype=torch.bfloat16)

@@ -17,6 +17,7 @@ from kernel_frames import frame_of
 
 from qwen_vl_ros.engine.patches import extract_patches, pillow_patches
 from qwen_vl_ros.kernels import loader
+from qwen_vl_ros.kernels.encoder import FORMS
 from qwen_vl_ros.kernels.loader import FOLDER, VARIABLE, KernelError
 from qwen_vl_ros.kernels.patches import (
     ENCODINGS,
@@ -86,6 +87,11 @@ def test_python_and_header_agree(tmp_path):
     """Numbers and structures that are written down on both sides of the interface."""
     text = HEADER.read_text()
     assert f'#define QWEN_VL_ABI_VERSION {loader.ABI_VERSION}\n' in text
+    encoder = HEADER.with_name('qwen_vl_encoder.h').read_text()
+    wanted = loader.ABI_VERSIONS['qwen_vl_encoder']
+    assert f'#define QWEN_VL_ENCODER_ABI_VERSION {wanted}\n' in encoder
+    for i, name in enumerate(FORMS):
+        assert f'QWEN_VL_{name.upper()} = {i}' in encoder
     for i, name in enumerate(ENCODINGS):
         assert f'QWEN_VL_{name.upper()} = {i}' in text
     for i, name in enumerate(ISAS):

@@ -1,5 +1,7 @@
-// Activations between the two products of an MLP, in one pass: 16-bit floats to 16-bit floats or to
-// int8 with a scale a row, and the gated form of the decoder.
+// What is done number by number, in one pass: activations between the two products of an MLP, 16-bit
+// floats to 16-bit floats or to int8 with a scale a row; the gated form of the decoder; and the bytes
+// of patches to floats.
+#include "launch.cuh"
 #include "status.h"
 #include "vector.cuh"
 
@@ -25,6 +27,7 @@ __device__ inline float activation(float x) {
 
 template <class T, int kKind>
 __global__ void __launch_bounds__(kThreads) activate(const T* x, T* out, int64_t chunks) {
+  begin_after_previous();
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kAtOnce + threadIdx.x;
   uint4 raw[kAtOnce];
 #pragma unroll
@@ -45,6 +48,7 @@ __global__ void __launch_bounds__(kThreads) activate(const T* x, T* out, int64_t
 
 template <class T, int kKind>
 __global__ void __launch_bounds__(kThreads) gate(const T* x, T* out, int rows, int width) {
+  begin_after_previous();
   const int chunks = width / 8;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= static_cast<int64_t>(rows) * chunks) return;
@@ -57,9 +61,33 @@ __global__ void __launch_bounds__(kThreads) gate(const T* x, T* out, int rows, i
   values.store(out + i * 8);
 }
 
+// Rows of `width` bytes, a multiple of 4, to rows of `chunks` chunks of 8 floats: byte - 128, which every
+// 16-bit format holds exactly, and zeros behind the bytes.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    centre(const uint8_t* x, T* out, int rows, int width, int chunks) {
+  begin_after_previous();
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= rows * chunks) return;
+  const int column = i % chunks * 8;
+  const uint8_t* const from = x + static_cast<int64_t>(i / chunks) * width + column;
+  Eight values = {};
+#pragma unroll
+  for (int half = 0; half < 8; half += 4) {
+    if (column + half >= width) break;
+    const uchar4 four = *reinterpret_cast<const uchar4*>(from + half);
+    values.v[half] = four.x - 128;
+    values.v[half + 1] = four.y - 128;
+    values.v[half + 2] = four.z - 128;
+    values.v[half + 3] = four.w - 128;
+  }
+  values.store(out + static_cast<int64_t>(i) * 8);
+}
+
 template <class T, int kKind>
 __global__ void __launch_bounds__(kRowThreads)
     activate_rows_s8(const T* x, int8_t* out, float* scales, int width) {
+  begin_after_previous();
   __shared__ float shared[kRowThreads / 32];
   const int64_t row = blockIdx.x;
   Eight values[kRowChunks];
@@ -140,14 +168,14 @@ extern "C" int qwen_vl_activate(const qwen_vl_rows* rows, int32_t kind, const vo
   if (!status) status = check_pointers("activation", message, size, x, out);
   if (status) return status;
   const int64_t chunks = static_cast<int64_t>(rows->rows) * rows->width / 8;
+  cudaError_t error;
   dispatch(rows->dtype, kind, [&](auto type, auto k) {
     using T = decltype(type);
-    activate<T, decltype(k)::value>
-        <<<blocks((chunks + kAtOnce - 1) / kAtOnce), kThreads, 0,
-           static_cast<cudaStream_t>(stream)>>>(static_cast<const T*>(x), static_cast<T*>(out),
-                                                chunks);
+    error = launch_early(activate<T, decltype(k)::value>, blocks((chunks + kAtOnce - 1) / kAtOnce),
+                         kThreads, 0, static_cast<cudaStream_t>(stream), static_cast<const T*>(x),
+                         static_cast<T*>(out), chunks);
   });
-  return launched("activation", message, size);
+  return launched("activation", error, message, size);
 }
 
 extern "C" int qwen_vl_gate(const qwen_vl_rows* rows, int32_t kind, const void* x, void* out,
@@ -156,12 +184,14 @@ extern "C" int qwen_vl_gate(const qwen_vl_rows* rows, int32_t kind, const void* 
   if (!status) status = check_pointers("gated activation", message, size, x, out);
   if (status) return status;
   const int64_t chunks = static_cast<int64_t>(rows->rows) * rows->width / 8;
+  cudaError_t error;
   dispatch(rows->dtype, kind, [&](auto type, auto k) {
     using T = decltype(type);
-    gate<T, decltype(k)::value><<<blocks(chunks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const T*>(x), static_cast<T*>(out), rows->rows, rows->width);
+    error = launch_early(gate<T, decltype(k)::value>, blocks(chunks), kThreads, 0,
+                         static_cast<cudaStream_t>(stream), static_cast<const T*>(x),
+                         static_cast<T*>(out), rows->rows, rows->width);
   });
-  return launched("gated activation", message, size);
+  return launched("gated activation", error, message, size);
 }
 
 extern "C" int qwen_vl_activate_s8(const qwen_vl_rows* rows, int32_t kind, const void* x,
@@ -173,11 +203,38 @@ extern "C" int qwen_vl_activate_s8(const qwen_vl_rows* rows, int32_t kind, const
     status = refuse(QWEN_VL_NULL_POINTER, message, size, "activation to int8: a null pointer");
   }
   if (status) return status;
+  cudaError_t error;
   dispatch(rows->dtype, kind, [&](auto type, auto k) {
     using T = decltype(type);
-    activate_rows_s8<T, decltype(k)::value>
-        <<<rows->rows, kRowThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-            static_cast<const T*>(x), out, scales, rows->width);
+    error = launch_early(activate_rows_s8<T, decltype(k)::value>, rows->rows, kRowThreads, 0,
+                         static_cast<cudaStream_t>(stream), static_cast<const T*>(x), out, scales,
+                         rows->width);
   });
-  return launched("activation to int8", message, size);
+  return launched("activation to int8", error, message, size);
+}
+
+extern "C" int qwen_vl_centre(const qwen_vl_rows* rows, int32_t bytes, const uint8_t* x, void* out,
+                              void* stream, char* message, size_t size) {
+  if (!rows) return refuse(QWEN_VL_NULL_POINTER, message, size, "bytes: a null pointer");
+  int status = check_half(rows->dtype, "bytes", message, size);
+  if (!status) {
+    status = check_pointers("bytes", message, size, static_cast<const void*>(x),
+                            static_cast<const void*>(out));
+  }
+  if (status) return status;
+  if (rows->rows < 1 || bytes < 4 || bytes % 4 || rows->width < bytes || rows->width % 8 ||
+      static_cast<int64_t>(rows->rows) * rows->width > INT32_MAX) {
+    return refuse(QWEN_VL_BAD_SIZE, message, size,
+                  "%d rows of %d bytes to %d floats: multiples of 4 and 8, and no fewer, are possible",
+                  rows->rows, bytes, rows->width);
+  }
+  const int chunks = rows->width / 8;
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    return launch_early(centre<T>, blocks(static_cast<int64_t>(rows->rows) * chunks), kThreads, 0,
+                        static_cast<cudaStream_t>(stream), x, static_cast<T*>(out), rows->rows,
+                        bytes, chunks);
+  };
+  const cudaError_t error = rows->dtype == QWEN_VL_BF16 ? run(__nv_bfloat16()) : run(__half());
+  return launched("bytes", error, message, size);
 }

@@ -246,7 +246,8 @@ using namespace qwen_vl;
 
 extern "C" int qwen_vl_attend_segments(const qwen_vl_heads* heads, int32_t form, const void* qkv,
                                        const int32_t* tiles, int32_t tile_count, float scale,
-                                       void* out, void* stream, char* message, size_t size) {
+                                       void* out, void* workspace, void* stream, char* message,
+                                       size_t size) {
   int status = check(heads, message, size);
   if (!status) {
     status = check_pointers("attention", message, size, qkv, static_cast<const void*>(tiles), out);
@@ -262,13 +263,20 @@ extern "C" int qwen_vl_attend_segments(const qwen_vl_heads* heads, int32_t form,
                   "attention: this device or library has no wgmma form for %d channels",
                   heads->head_dim);
   }
+  const bool hopper = form != QWEN_VL_MMA;
+  if (hopper && (!workspace || !aligned(workspace))) {
+    return refuse(QWEN_VL_NULL_POINTER, message, size,
+                  "attention: the wgmma form needs a workspace, aligned to 16 bytes");
+  }
   const auto s = static_cast<cudaStream_t>(stream);
   const auto run = [&](auto type) {
     using T = decltype(type);
     Attention<T> p = of_qkv<T>(*heads, qkv, out, scale);
     p.tiles = reinterpret_cast<const int4*>(tiles);
-    if (form == QWEN_VL_WGMMA) {
-      return launch_wgmma(heads->dtype, &p, heads->rows, tile_count, heads->heads, s);
+    if (hopper) {
+      const int least = form == QWEN_VL_WGMMA ? 8 : 2;
+      return launch_wgmma(heads->dtype, &p, heads->rows, tile_count, heads->heads, least, workspace,
+                          s);
     }
     return static_cast<int>(by_dim<T, false>(*heads, p, tile_count, s));
   };
@@ -304,6 +312,10 @@ extern "C" int qwen_vl_attend_cache(const qwen_vl_heads* heads, const void* qkv,
   return launched("attention", message, size);
 }
 
+extern "C" uint64_t qwen_vl_attention_workspace(int32_t form) {
+  return form != QWEN_VL_MMA && qwen_vl_attention_has(form) ? wgmma_workspace() : 0;
+}
+
 extern "C" int qwen_vl_attention_has(int32_t form) {
   int device, major = 0;
   if (cudaGetDevice(&device) ||
@@ -312,5 +324,6 @@ extern "C" int qwen_vl_attention_has(int32_t form) {
     return 0;
   }
   if (form == QWEN_VL_MMA) return major >= 8;
-  return form == QWEN_VL_WGMMA && major == 9 && wgmma_built();
+  const bool known = form == QWEN_VL_WGMMA || form == QWEN_VL_WGMMA_FINE;
+  return known && major == 9 && wgmma_built();
 }

@@ -1,30 +1,31 @@
 // Attention within segments on Hopper's wgmma and copy engine, for heads of 80 channels; compiled for
 // sm_90a.
 //
-//     a block      stays, and takes tiles of 128 queries of one head: a thread copies, two
-//                  warpgroups have 64 queries each, which stay in registers
-//     a step       the scores of the next 160 keys and the result of the last ones are in the tensor
+//     a block      stays, and takes its share of all steps (attention_share.cuh): a thread copies,
+//                  three warpgroups have 64 queries of one head each
+//     a step       the scores of the next 112 keys and the result of the last ones are in the tensor
 //                  cores together; the softmax of the next runs meanwhile, and also while the other
-//                  warpgroup's products do, since the two take turns (FlashAttention-3, Shah et al.
-//                  2024)
-//     a product    scores m64n160k16 in 5 steps, result m64n80k16 in 10: 80 channels cost 80
-//     ring         three tiles of keys and three of values, each copied as one box of five columns of
+//                  warpgroups' products do, since they take turns (FlashAttention-3, Shah et al. 2024)
+//     a product    scores m64n112k16 in 5 steps, result m64n80k16 in 7: 80 channels cost 80
+//     ring         four tiles of keys and four of values, each copied as one box of five columns of
 //                  16 channels. A box may reach beyond its segment: such keys are hidden
 #include "attention.cuh"
+#include "attention_share.cuh"
 #include "copy_engine.cuh"
 #include "hopper.h"
-#include "mma.cuh"
+#include "launch.cuh"
+#include "lazy_softmax.cuh"
+#include "ptx.cuh"
 #include "wgmma.cuh"
 
 namespace qwen_vl {
 namespace {
 
 constexpr int kDim = 80, kColumns = kDim / 16;
-constexpr int kGroups = 2, kGroupRows = 64, kGroupThreads = 128, kKeys = 160;
-static_assert(kGroups * kGroupRows == QWEN_VL_TILE_ROWS, "a group for each half of a tile");
+constexpr int kGroups = 3, kGroupRows = 64, kGroupThreads = 128, kKeys = 112;
 constexpr int kThreads = (1 + kGroups) * kGroupThreads;
-constexpr int kCopyRegisters = 24, kGroupRegisters = 240;
-constexpr int kStages = 3;
+constexpr int kCopyRegisters = 32, kGroupRegisters = 160;
+constexpr int kStages = 4;
 constexpr int kQueryStep = kGroupRows * kColumnBytes, kKeyStep = kKeys * kColumnBytes;
 constexpr int kQueryBytes = kColumns * kQueryStep, kTileBytes = kColumns * kKeyStep;
 constexpr int kBarriers = 2 + 4 * kStages;
@@ -33,16 +34,11 @@ constexpr int kSharedBytes =
     kGroups * kQueryBytes + kStages * 2 * kTileBytes + kBarriers * 8 + kAlignment;
 static_assert(kSharedBytes <= 227 * 1024, "what a block may take");
 
-// What a block works on: one tile of queries of one head.
-struct Item {
-  int first_query, end_query, first_key, end_key, head, tiles;
-
-  __device__ Item(const int4* list, int tile_count, int number) : head(number / tile_count) {
-    const int4 tile = list[number % tile_count];
-    first_query = tile.x, end_query = tile.y, first_key = tile.z, end_key = tile.w;
-    tiles = first_query < end_query ? (end_key - first_key + kKeys - 1) / kKeys : 0;
-  }
-};
+// A thread's results, and what its two rows are held against and sum up to.
+constexpr int kLeft = kDim / 8 * 4 + 4;
+using Work = Share<kGroups * kGroupRows, kKeys>;
+using Others = Exchange<kLeft, kGroupThreads, kGroups>;
+using RunningSoftmax = LazySoftmax<kKeys / 8>;
 
 // Where things lie in shared memory. A slot's barriers: of keys and of values, full and empty.
 struct Places {
@@ -59,75 +55,6 @@ struct Places {
   }
   __device__ uint32_t full(int slot, bool values) const { return barriers + (4 * slot + values) * 8; }
   __device__ uint32_t empty(int slot, bool values) const { return full(slot, values) + 16; }
-};
-
-// The running softmax of attention.cuh with two differences. The number that scores are held against
-// follows the largest one only when that is 2^8 ahead, as in FlashAttention-4: most
-// tiles shrink nothing. And powers are taken where they stand in the source.
-struct LazySoftmax {
-  float base[2], sum[2];
-
-  __device__ static float power(float x) {
-    float y;
-    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-  }
-
-  __device__ static float largest(const float (&s)[kKeys / 8][4], int row, float most) {
-    float other = most;
-#pragma unroll
-    for (int i = 0; i < kKeys / 8; ++i) {
-      most = fmaxf(most, s[i][2 * row]);
-      other = fmaxf(other, s[i][2 * row + 1]);
-    }
-    return quad_max(fmaxf(most, other));
-  }
-
-  __device__ void add(float (&s)[kKeys / 8][4], float scale) {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const float offset = base[row] * scale;
-      float even = 0.0f, odd = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kKeys / 8; ++i) {
-        s[i][2 * row] = power(fmaf(s[i][2 * row], scale, -offset));
-        s[i][2 * row + 1] = power(fmaf(s[i][2 * row + 1], scale, -offset));
-        even += s[i][2 * row];
-        odd += s[i][2 * row + 1];
-      }
-      sum[row] += even + odd;
-    }
-  }
-
-  // Turns the first scores into numerators.
-  __device__ void begin(float (&s)[kKeys / 8][4], float scale) {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      base[row] = largest(s, row, -INFINITY);
-      // Nothing but -inf: 0 in its place keeps NaN out.
-      if (base[row] == -INFINITY) base[row] = 0.0f;
-      sum[row] = 0.0f;
-    }
-    add(s, scale);
-  }
-
-  // The same with later ones; true, for the whole warp, where results so far have to shrink.
-  __device__ bool step(float (&s)[kKeys / 8][4], float scale, float (&shrink)[2]) {
-    constexpr float kAhead = 8.0f;
-    const float most[2] = {largest(s, 0, base[0]), largest(s, 1, base[1])};
-    const bool shrinks = __any_sync(
-        ~0u, (most[0] - base[0]) * scale > kAhead || (most[1] - base[1]) * scale > kAhead);
-    if (shrinks) {
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        shrink[row] = power((base[row] - most[row]) * scale);
-        base[row] = most[row];
-        sum[row] *= shrink[row];
-      }
-    }
-    add(s, scale);
-    return shrinks;
-  }
 };
 
 // Hides what lies after the segment's end; `left` keys of the tile are inside.
@@ -163,31 +90,51 @@ __device__ inline void pack(uint32_t (&weights)[kKeys / 16][4],
   }
 }
 
-// Copies queries, keys and values of every item of a block.
-template <class T>
-__device__ inline void copy_items(const CUtensorMap& queries, const CUtensorMap& keys,
-                                  const Attention<T>& p, const Places& at, int heads,
-                                  int tile_count, int items) {
-  int count = 0, turn = 0;  // tiles of keys and items so far
-  for (int number = blockIdx.x; number < items; number += gridDim.x) {
-    const Item item(p.tiles, tile_count, number);
-    if (!item.tiles) continue;
+// Adds the results of the blocks after this one, which have the other steps of a part's queries.
+__device__ inline void add_others(float (&result)[kDim / 8][4], RunningSoftmax& softmax, float scale,
+                                  const Part& part, const Work& share,
+                                  const Others& others) {
+  int missing = part.steps - part.end_step;
+  for (int block = blockIdx.x + 1; missing > 0; ++block) {
+    float theirs[kLeft];
+    others.take(block, theirs);
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float base = theirs[kLeft - 4 + row], largest = fmaxf(softmax.base[row], base);
+      const float mine = RunningSoftmax::power((softmax.base[row] - largest) * scale);
+      const float other = RunningSoftmax::power((base - largest) * scale);
+#pragma unroll
+      for (int i = 0; i < kDim / 8 * 2; ++i) {
+        float& to = result[i / 2][2 * row + i % 2];
+        to = to * mine + theirs[i / 2 * 4 + 2 * row + i % 2] * other;
+      }
+      softmax.sum[row] = softmax.sum[row] * mine + theirs[kLeft - 2 + row] * other;
+      softmax.base[row] = largest;
+    }
+    missing -= share.size(block);
+  }
+}
+
+// Copies queries, keys and values of every part of a block's share.
+__device__ inline void copy_parts(const CUtensorMap& queries, const CUtensorMap& keys,
+                                  Work& share, const Places& at, int heads) {
+  int count = 0, turn = 0;  // tiles of keys and parts so far
+  for (Part part; share.next(&part); ++turn) {
     if (turn) barrier_wait(at.queries_empty, (turn - 1) & 1);
-    ++turn;
     barrier_expect(at.queries_full, kGroups * kQueryBytes);
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
-      copy_box(at.queries + group * kQueryBytes, queries, 0, item.first_query + group * kGroupRows,
-               item.head * kColumns, at.queries_full);
+      copy_box(at.queries + group * kQueryBytes, queries, 0, part.first_query + group * kGroupRows,
+               part.head * kColumns, at.queries_full);
     }
-    for (int tile = 0; tile < item.tiles; ++tile, ++count) {
+    for (int step = part.first_step; step < part.end_step; ++step, ++count) {
       const int slot = count % kStages;
 #pragma unroll
       for (int values = 0; values < 2; ++values) {
         if (count >= kStages) barrier_wait(at.empty(slot, values), (count / kStages - 1) & 1);
         barrier_expect(at.full(slot, values), kTileBytes);
-        copy_box(at.tile(slot, values), keys, 0, item.first_key + tile * kKeys,
-                 ((1 + values) * heads + item.head) * kColumns, at.full(slot, values));
+        copy_box(at.tile(slot, values), keys, 0, part.first_key + step * kKeys,
+                 ((1 + values) * heads + part.head) * kColumns, at.full(slot, values));
       }
     }
   }
@@ -197,7 +144,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 1)
     attend(const __grid_constant__ CUtensorMap query_map,
            const __grid_constant__ CUtensorMap key_map, const Attention<T> p, int heads,
-           int tile_count, int items) {
+           int tile_count, int least, void* workspace) {
   extern __shared__ uint8_t memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const Places at(shared_address(memory));
@@ -215,37 +162,29 @@ __global__ void __launch_bounds__(kThreads, 1)
     publish_barriers();
   }
   __syncthreads();
+  // The list does not wait for the kernel before: it is older.
+  Work share(p.tiles, tile_count, heads, least, lane);
+  begin_after_previous();
 
   if (warp < kGroupThreads / 32) {
     registers_down<kCopyRegisters>();
-    if (threadIdx.x == 0) copy_items(query_map, key_map, p, at, heads, tile_count, items);
+    if (threadIdx.x == 0) copy_parts(query_map, key_map, share, at, heads);
   } else {
     registers_up<kGroupRegisters>();
     const int group = threadIdx.x / kGroupThreads - 1, thread = threadIdx.x % kGroupThreads;
-    // Named barriers; 0 is that of the whole block. A group's turn comes when the other one has
+    // Named barriers; 0 is that of the whole block. A group's turn comes when the one before has
     // issued its products.
-    const int my_turn = 1 + group, other_turn = 2 - group, meeting = 3 + group;
-    if (group == 1) named_arrive<2 * kGroupThreads>(other_turn);
+    const int my_turn = 1 + group, next_turn = 1 + (group + 1) % kGroups;
+    const int meeting = 1 + kGroups + group;
+    const Others others(workspace, group, thread, meeting);
+    if (group == kGroups - 1) named_arrive<2 * kGroupThreads>(next_turn);
     int count = 0, turn = 0;
-    for (int number = blockIdx.x; number < items; number += gridDim.x) {
-      const Item item(p.tiles, tile_count, number);
-      if (!item.tiles) continue;
+    for (Part part; share.next(&part); ++turn) {
       barrier_wait(at.queries_full, turn & 1);
-      ++turn;
-      uint32_t queries[kColumns][4];
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        const int row = warp % 4 * 16 + lane % 16, half = lane / 16 ^ (row / 4 & 1);
-        load_matrices(queries[i], at.queries + group * kQueryBytes + i * kQueryStep +
-                                      row * kColumnBytes + half * 16);
-      }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(at.queries_empty);
-
       float result[kDim / 8][4] = {};
       float scores[kKeys / 8][4];
       uint32_t weights[kKeys / 16][4];
-      LazySoftmax softmax;
+      RunningSoftmax softmax;
       const auto slot = [&](int tile) { return (count + tile) % kStages; };
       const auto wait_full = [&](int tile, bool values) {
         barrier_wait(at.full(slot(tile), values), (count + tile) / kStages & 1);
@@ -254,11 +193,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (lane == 0 && now) barrier_arrive(at.empty(slot(tile), values));
       };
       const auto multiply_keys = [&](int tile) {
-        const uint64_t keys = matrix(at.tile(slot(tile), false), 16);
+        const uint64_t keys = matrix(at.tile(slot(tile), false), kKeyStep);
+        const uint64_t queries = matrix(at.queries + group * kQueryBytes, kQueryStep);
         wgmma_begin();
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-          multiply_scores(scores, queries[i], keys + i * (kKeyStep >> 4), i > 0, T());
+          multiply_scores(scores, queries + i * (kQueryStep >> 4), keys + i * (kKeyStep >> 4), i > 0,
+                          T());
         }
         wgmma_commit();
       };
@@ -272,7 +213,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         wgmma_commit();
       };
 
-      const int keys = item.end_key - item.first_key, last = item.tiles - 1;
+      // Keys and tiles of keys of the part.
+      const int keys = part.end_key - part.first_key - part.first_step * kKeys;
+      const int last = part.end_step - part.first_step - 1;
       wait_full(0, false);
       multiply_keys(0);
       wgmma_wait<0>();
@@ -286,7 +229,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         multiply_keys(tile);
         wait_full(tile - 1, true);
         multiply_values(tile - 1);
-        named_arrive<2 * kGroupThreads>(other_turn);
+        named_arrive<2 * kGroupThreads>(next_turn);
         wgmma_wait<1>();
         hide(scores, keys - tile * kKeys, lane);
         float shrink[2];
@@ -302,31 +245,54 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         pack<T>(weights, scores);
       }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(at.queries_empty);
       wait_full(last, true);
-      if (keys < item.tiles * kKeys) {
+      if (keys < (last + 1) * kKeys) {
         wipe(at.tile(slot(last), true), keys - last * kKeys, thread);
         named_wait<kGroupThreads>(meeting);
       }
       multiply_values(last);
       wgmma_wait<0>();
       give_back(last, true);
-      count += item.tiles;
+      count += last + 1;
+
+      if (!part.begins()) {
+        float mine[kLeft];
+#pragma unroll
+        for (int i = 0; i < kLeft - 4; ++i) mine[i] = result[i / 4][i % 4];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+          mine[kLeft - 4 + row] = softmax.base[row];
+          mine[kLeft - 2 + row] = softmax.sum[row];
+        }
+        others.leave(mine);
+        continue;
+      }
+      if (!part.ends()) add_others(result, softmax, p.scale, part, share, others);
 
       const float inverse[2] = {1.0f / quad_sum(softmax.sum[0]), 1.0f / quad_sum(softmax.sum[1])};
-      const int query = item.first_query + group * kGroupRows + warp % 4 * 16 + lane / 4;
-      T* const to = p.out + query * p.out_row + item.head * p.out_head + lane % 4 * 2;
+      const int query = part.first_query + group * kGroupRows + warp % 4 * 16 + lane / 4;
+      T* const to = p.out + query * p.out_row + part.head * p.out_head + lane % 4 * 2;
 #pragma unroll
       for (int i = 0; i < kDim / 8 * 2; ++i) {
         const float* const two = result[i / 2] + i % 2 * 2;
-        if (query + i % 2 * 8 < item.end_query) {
+        if (query + i % 2 * 8 < part.end_query) {
           *reinterpret_cast<uint32_t*>(to + i % 2 * 8 * p.out_row + i / 2 * 8) =
               narrow<T>(two[0] * inverse[i % 2], two[1] * inverse[i % 2]);
         }
       }
     }
-    // The other group's last arrival.
+    // The last group's last arrival.
     if (group == 0) named_wait<2 * kGroupThreads>(my_turn);
   }
+}
+
+int processors() {
+  int device, count;
+  const bool known = !cudaGetDevice(&device) &&
+                     !cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return known ? count : 1;
 }
 
 // Boxes of `box_rows` rows of one head's queries, keys or values.
@@ -339,36 +305,31 @@ bool describe_heads(CUtensorMap* map, int dtype, const void* qkv, int rows, int 
 }
 
 template <class T>
-int launch(int dtype, const void* args, int rows, int tiles, int heads, cudaStream_t stream) {
+int launch(int dtype, const void* args, int rows, int tiles, int heads, int least, void* workspace,
+           cudaStream_t stream) {
   const Attention<T>& p = *static_cast<const Attention<T>*>(args);
   CUtensorMap query_map, key_map;
   if (!describe_heads(&query_map, dtype, p.q, rows, heads, kGroupRows) ||
       !describe_heads(&key_map, dtype, p.q, rows, heads, kKeys)) {
     return cudaErrorInvalidValue;
   }
-  int device, processors;
-  cudaError_t error = cudaGetDevice(&device);
-  if (!error) {
-    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (!error) {
-    error = cudaFuncSetAttribute(attend<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 kSharedBytes);
-  }
+  const cudaError_t error = cudaFuncSetAttribute(
+      attend<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (error) return error;
-  const int items = tiles * heads;
-  attend<T><<<items < processors ? items : processors, kThreads, kSharedBytes, stream>>>(
-      query_map, key_map, p, heads, tiles, items);
-  return cudaSuccess;
+  return launch_early(attend<T>, processors(), kThreads, kSharedBytes, stream, query_map, key_map, p,
+                      heads, tiles, least, workspace);
 }
 
 }  // namespace
 
 bool wgmma_built() { return true; }
 
-int launch_wgmma(int dtype, const void* args, int rows, int tiles, int heads, cudaStream_t stream) {
-  return dtype == QWEN_VL_BF16 ? launch<__nv_bfloat16>(dtype, args, rows, tiles, heads, stream)
-                               : launch<__half>(dtype, args, rows, tiles, heads, stream);
+size_t wgmma_workspace() { return Others::bytes(processors()); }
+
+int launch_wgmma(int dtype, const void* args, int rows, int tiles, int heads, int least,
+                 void* workspace, cudaStream_t stream) {
+  const auto go = dtype == QWEN_VL_BF16 ? launch<__nv_bfloat16> : launch<__half>;
+  return go(dtype, args, rows, tiles, heads, least, workspace, stream);
 }
 
 }  // namespace qwen_vl

@@ -11,8 +11,13 @@ namespace qwen_vl {
 // False where the library was built without them.
 bool wgmma_built();
 
-// args: Attention<T> of segments, T by dtype; q is that of all rows; returns a cudaError_t.
-int launch_wgmma(int dtype, const void* args, int rows, int tiles, int heads, cudaStream_t stream);
+// Bytes that launch_wgmma needs on the current device; all 0 before the first launch, and after each.
+size_t wgmma_workspace();
+
+// args: Attention<T> of segments, T by dtype; q is that of all rows. `least`: steps that are worth a
+// block of their own. Returns a cudaError_t.
+int launch_wgmma(int dtype, const void* args, int rows, int tiles, int heads, int least,
+                 void* workspace, cudaStream_t stream);
 
 // quick_gelu(x * weight^T + bias), or silu(x * gates^T) * (x * others^T), weight being gates, then
 // others; product.outs counts columns of the result. Returns a cudaError_t.

@@ -6,7 +6,11 @@ namespace qwen_vl {
 
 bool wgmma_built() { return false; }
 
-int launch_wgmma(int, const void*, int, int, int, cudaStream_t) { return cudaErrorNotSupported; }
+size_t wgmma_workspace() { return 0; }
+
+int launch_wgmma(int, const void*, int, int, int, int, void*, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
 
 int launch_activated(const qwen_vl_product&, bool, const void*, const void*, const void*, void*,
                      cudaStream_t) {

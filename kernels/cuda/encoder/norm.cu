@@ -1,8 +1,9 @@
-// Layer norm and root-mean-square norm, four warps a row, the row in registers: read once, written
-// once, as 16-bit floats or as int8 with a scale.
+// Layer norm and root-mean-square norm, a warp a row (four where rows are long), the row in registers:
+// read once, written once, as 16-bit floats or as int8 with a scale.
 //
 // Layer norm: Ba, Kiros and Hinton 2016; RMS norm: Zhang and Sennrich 2019. Mean and variance are
 // taken one after the other (not as a difference of large sums), all in float32.
+#include "launch.cuh"
 #include "status.h"
 #include "vector.cuh"
 
@@ -10,6 +11,7 @@ namespace qwen_vl {
 namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;
+constexpr int kWarpWidth = 2048;  // of rows that a warp takes
 constexpr float kLargestCode = 127.0f;
 
 template <class T>
@@ -24,27 +26,41 @@ struct Norm {
   float eps;
 };
 
-// Sum over the block; `shared` is written by this call alone.
-__device__ inline float block_sum(float x, float* shared) {
-  x = warp_sum(x);
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = 0.0f;
+// Sum or largest over the warps of a row; `shared` is written by this call alone.
+template <int kRowWarps, class F>
+__device__ inline float over_row(float x, float* shared, F combine) {
+  if constexpr (kRowWarps > 1) {
+    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = shared[0];
 #pragma unroll
-  for (int i = 0; i < kWarps; ++i) x += shared[i];
+    for (int i = 1; i < kRowWarps; ++i) x = combine(x, shared[i]);
+  }
   return x;
 }
+template <int kRowWarps>
+__device__ inline float row_sum(float x, float* shared) {
+  return over_row<kRowWarps>(warp_sum(x), shared, [](float a, float b) { return a + b; });
+}
+template <int kRowWarps>
+__device__ inline float row_max(float x, float* shared) {
+  return over_row<kRowWarps>(warp_max(x), shared, [](float a, float b) { return fmaxf(a, b); });
+}
 
-// kChunks: 16-byte chunks a thread holds.
-template <class T, int kChunks>
+// kRowWarps: 1, or all of a block; kChunks: 16-byte chunks a thread holds.
+template <class T, int kRowWarps, int kChunks>
 __global__ void __launch_bounds__(kThreads) norm_rows(const Norm<T> p) {
+  static_assert(kRowWarps == 1 || kRowWarps == kWarps, "rows of a block end together");
   __shared__ float shared[3][kWarps];
-  const int64_t row = blockIdx.x;
-  const int chunks = p.width / 8;
+  constexpr int kStep = 32 * kRowWarps;
+  const int64_t row = blockIdx.x * (kWarps / kRowWarps) + threadIdx.x / kStep;
+  const int place = threadIdx.x % kStep, chunks = p.width / 8;
+  begin_after_previous();
+  if (row >= p.rows) return;
   uint4 raw[kChunks], weights[kChunks], biases[kChunks];
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    const int chunk = i * kThreads + threadIdx.x;
+    const int chunk = i * kStep + place;
     raw[i] = weights[i] = biases[i] = {0, 0, 0, 0};
     if (chunk < chunks) {
       raw[i] = *reinterpret_cast<const uint4*>(p.x + row * p.width + chunk * 8);
@@ -61,20 +77,20 @@ __global__ void __launch_bounds__(kThreads) norm_rows(const Norm<T> p) {
 #pragma unroll
     for (float v : values[i].v) sum += v;
   }
-  const float mean = p.bias ? block_sum(sum, shared[0]) / p.width : 0.0f;
+  const float mean = p.bias ? row_sum<kRowWarps>(sum, shared[0]) / p.width : 0.0f;
   float squares = 0.0f;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    if (i * kThreads + threadIdx.x < chunks) {
+    if (i * kStep + place < chunks) {
 #pragma unroll
       for (float v : values[i].v) squares += (v - mean) * (v - mean);
     }
   }
-  const float factor = rsqrtf(block_sum(squares, shared[1]) / p.width + p.eps);
+  const float factor = rsqrtf(row_sum<kRowWarps>(squares, shared[1]) / p.width + p.eps);
   float largest = 0.0f;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    const int chunk = i * kThreads + threadIdx.x;
+    const int chunk = i * kStep + place;
     const Eight weight = Eight::of<T>(weights[i]), bias = Eight::of<T>(biases[i]);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -84,16 +100,11 @@ __global__ void __launch_bounds__(kThreads) norm_rows(const Norm<T> p) {
     if (p.out && chunk < chunks) values[i].store(p.out + row * p.width + chunk * 8);
   }
   if (p.out) return;
-  largest = warp_max(largest);
-  if (threadIdx.x % 32 == 0) shared[2][threadIdx.x / 32] = largest;
-  __syncthreads();
-  largest = 1e-12f;
-#pragma unroll
-  for (float other : shared[2]) largest = fmaxf(largest, other);
-  if (threadIdx.x == 0) p.scales[row] = largest / kLargestCode;
+  largest = fmaxf(row_max<kRowWarps>(largest, shared[2]), 1e-12f);
+  if (place == 0) p.scales[row] = largest / kLargestCode;
 #pragma unroll
   for (int i = 0; i < kChunks; ++i) {
-    const int chunk = i * kThreads + threadIdx.x;
+    const int chunk = i * kStep + place;
     if (chunk < chunks) {
       values[i].store_s8(p.codes + row * p.width + chunk * 8, kLargestCode / largest);
     }
@@ -101,14 +112,18 @@ __global__ void __launch_bounds__(kThreads) norm_rows(const Norm<T> p) {
 }
 
 template <class T>
-void launch(const Norm<T>& p, cudaStream_t stream) {
-  if (p.width <= kThreads * 8) {
-    norm_rows<T, 1><<<p.rows, kThreads, 0, stream>>>(p);
-  } else if (p.width <= 2 * kThreads * 8) {
-    norm_rows<T, 2><<<p.rows, kThreads, 0, stream>>>(p);
-  } else {
-    norm_rows<T, 4><<<p.rows, kThreads, 0, stream>>>(p);
+cudaError_t launch(const Norm<T>& p, cudaStream_t stream) {
+  if (p.width > kWarpWidth) {
+    return launch_early(norm_rows<T, kWarps, 4>, p.rows, kThreads, 0, stream, p);
   }
+  const auto go = [&](auto kernel) {
+    return launch_early(kernel, (p.rows + kWarps - 1) / kWarps, kThreads, 0, stream, p);
+  };
+  if (p.width <= 512) return go(norm_rows<T, 1, 2>);
+  if (p.width <= 1024) return go(norm_rows<T, 1, 4>);
+  if (p.width <= 1280) return go(norm_rows<T, 1, 5>);
+  if (p.width <= 1536) return go(norm_rows<T, 1, 6>);
+  return go(norm_rows<T, 1, 8>);
 }
 
 int norm(const qwen_vl_rows* rows, const void* x, const void* weight, const void* bias, float eps,
@@ -128,16 +143,13 @@ int norm(const qwen_vl_rows* rows, const void* x, const void* weight, const void
   }
   const auto run = [&](auto type) {
     using T = decltype(type);
-    launch<T>({static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<const T*>(bias),
-               static_cast<T*>(out), codes, scales, rows->rows, rows->width, eps},
-              static_cast<cudaStream_t>(stream));
+    return launch<T>(
+        {static_cast<const T*>(x), static_cast<const T*>(weight), static_cast<const T*>(bias),
+         static_cast<T*>(out), codes, scales, rows->rows, rows->width, eps},
+        static_cast<cudaStream_t>(stream));
   };
-  if (rows->dtype == QWEN_VL_BF16) {
-    run(__nv_bfloat16());
-  } else {
-    run(__half());
-  }
-  return launched("norm", message, size);
+  const cudaError_t error = rows->dtype == QWEN_VL_BF16 ? run(__nv_bfloat16()) : run(__half());
+  return launched("norm", error, message, size);
 }
 
 }  // namespace

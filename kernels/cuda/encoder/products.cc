@@ -244,4 +244,4 @@ extern "C" int qwen_vl_lt_multiply(qwen_vl_lt_plan* plan, const void* x, const v
 
 extern "C" void qwen_vl_lt_forget(qwen_vl_lt_plan* plan) { delete plan; }
 extern "C" void qwen_vl_lt_close(qwen_vl_lt* handle) { delete handle; }
-extern "C" int qwen_vl_abi_version(void) { return QWEN_VL_ABI_VERSION; }
+extern "C" int qwen_vl_abi_version(void) { return QWEN_VL_ENCODER_ABI_VERSION; }

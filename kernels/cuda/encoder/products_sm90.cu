@@ -2,9 +2,9 @@
 // compiled for sm_90a. cuBLASLt has no such epilogue, so that its result would be read and written
 // once more.
 //
-//     a block      stays, and takes tiles of 128 rows x 256 outputs (2 x 96 of gates and what they
-//                  let through; three heads of 80); a warpgroup copies, also for the next tile, two
-//                  multiply 64 rows each
+//     a block      stays, and takes tiles of 128 rows x 256 or 208 outputs (2 x 96 of gates and what
+//                  they let through; two or three heads of 80); a warpgroup copies, also for the next
+//                  tile, two multiply 64 rows each
 //     a head       lies in one thread's sums as far as its rows reach: channel c, and c + 40, which
 //                  it turns with
 //     a cluster    two blocks with the same rows: each copies half of them to both
@@ -13,6 +13,7 @@
 
 #include "copy_engine.cuh"
 #include "hopper.h"
+#include "launch.cuh"
 #include "mma.cuh"
 #include "status.h"
 #include "vector.cuh"
@@ -25,19 +26,18 @@ constexpr int kRows = 128, kDepth = 64, kStages = 4, kCluster = 2;
 constexpr int kThreads = 384, kConsumerWarps = 8;
 constexpr int kRowBytes = kDepth * 2;
 
-constexpr int kHeadDim = 80, kHeads = 3;  // of a tile that is rotated
+constexpr int kHeadDim = 80;
 
 // What becomes of the sums. kGated: half of a tile's columns are gates, the others what they let
 // through.
 enum class End { kQuickGelu, kGated, kRotated };
 
-template <End kEnd_>
+template <End kEnd_, int kColumns_>
 struct Tile {
   static constexpr End kEnd = kEnd_;
   static constexpr bool kGated = kEnd == End::kGated;
-  static constexpr int kColumns =
-      kGated ? 192 : kEnd == End::kRotated ? kHeads * kHeadDim : 256;
-  static constexpr int kOuts = kGated ? 96 : kColumns;  // columns of the result
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kOuts = kGated ? kColumns / 2 : kColumns;  // columns of the result
   static constexpr int kXBytes = kRows * kRowBytes;
   static constexpr int kStageBytes = kXBytes + kColumns * kRowBytes;
   // Biases of both groups, for this tile and the next.
@@ -101,9 +101,10 @@ __device__ inline void add_bias(float (&sums)[kTiles][4], const uint32_t* bias, 
 
 // Rotates the heads of a tile from number `first` on, those before `end` of all, as rotary.cu does:
 // the first half of a head's turning channels goes with the row's first coordinate.
-template <class T>
-__device__ inline void rotate(float (&sums)[kHeads * kHeadDim / 8][4], const Args<T>& p, int row,
-                              int first, int end, int lane) {
+template <class T, int kTiles>
+__device__ inline void rotate(float (&sums)[kTiles][4], const Args<T>& p, int row, int first, int end,
+                              int lane) {
+  constexpr int kHeads = kTiles * 8 / kHeadDim;
   constexpr int kHalf = kHeadDim / 2 / 8, kQuarter = kHeadDim / 4;  // tiles, channels
   if (first >= end) return;
 #pragma unroll
@@ -153,6 +154,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     publish_barriers();
   }
   cluster_sync();
+  begin_after_previous();
 
   if (warp < 4) {
     // One lane copies; the others of its warp wait for it, so that all arrive at the end together.
@@ -190,7 +192,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       if (!S::kGated) {
         const int place = threadIdx.x % 128, column = first_out + 2 * place;
         uint32_t two = 0;
-        if (p.bias && 2 * place < S::kOuts && column < p.outs) two = *reinterpret_cast<const uint32_t*>(p.bias + column);
+        if (p.bias && 2 * place < S::kOuts && column < p.outs) {
+          two = *reinterpret_cast<const uint32_t*>(p.bias + column);
+        }
         if (2 * place < S::kOuts) bias[place] = two;
       }
       float sums[S::kColumns / 8][4];
@@ -265,6 +269,25 @@ bool describe_matrix(CUtensorMap* map, int dtype, const void* data, int rows, in
   return describe(map, dtype, data, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
+int clusters() {
+  int device, processors;
+  const bool known =
+      !cudaGetDevice(&device) &&
+      !cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  return known && processors >= kCluster ? processors / kCluster : 1;
+}
+
+// Pairs of tiles of a product, each of which is a cluster's.
+int pairs(const qwen_vl_product& s, int outs) {
+  return (s.rows + kRows - 1) / kRows * ((s.outs + kCluster * outs - 1) / (kCluster * outs));
+}
+
+// Columns of tiles of so many outputs that the busiest cluster computes.
+int most(const qwen_vl_product& s, int outs) {
+  const int all = clusters();
+  return (pairs(s, outs) + all - 1) / all * outs;
+}
+
 template <class T, class S>
 int launch(const qwen_vl_product& s, const void* x, const void* weight, const Args<T>& args,
            cudaStream_t stream) {
@@ -275,17 +298,22 @@ int launch(const qwen_vl_product& s, const void* x, const void* weight, const Ar
     return cudaErrorInvalidValue;
   }
   const auto kernel = multiply_and<T, S>;
-  cudaError_t error = cudaFuncSetAttribute(
+  const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
-  int device, processors;
-  if (!error) error = cudaGetDevice(&device);
-  if (!error) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error) return error;
-  const int pairs = (s.rows + kRows - 1) / kRows *
-                    ((s.outs + kCluster * S::kOuts - 1) / (kCluster * S::kOuts));
-  const dim3 grid(kCluster * (pairs < processors / kCluster ? pairs : processors / kCluster));
-  kernel<<<grid, kThreads, S::kSharedBytes, stream>>>(x_map, weight_map, args);
-  return cudaSuccess;
+  const int wanted = pairs(s, S::kOuts), all = clusters();
+  return launch_early(kernel, kCluster * (wanted < all ? wanted : all), kThreads, S::kSharedBytes,
+                      stream, x_map, weight_map, args);
+}
+
+// A narrower tile where it leaves the busiest cluster a tenth less to do: it copies more for its work.
+template <class T, End kEnd, int kWide, int kNarrow>
+int launch_fitting(const qwen_vl_product& s, const void* x, const void* weight, const Args<T>& args,
+                   cudaStream_t stream) {
+  if (10 * most(s, kNarrow) <= 9 * most(s, kWide)) {
+    return launch<T, Tile<kEnd, kNarrow>>(s, x, weight, args, stream);
+  }
+  return launch<T, Tile<kEnd, kWide>>(s, x, weight, args, stream);
 }
 
 template <class T>
@@ -300,8 +328,8 @@ int launch_activated(const qwen_vl_product& s, bool gated, const void* x, const 
   const auto run = [&](auto type) {
     using T = decltype(type);
     const Args<T> args = arguments<T>(s, bias, out);
-    return gated ? launch<T, Tile<End::kGated>>(s, x, weight, args, stream)
-                 : launch<T, Tile<End::kQuickGelu>>(s, x, weight, args, stream);
+    return gated ? launch<T, Tile<End::kGated, 192>>(s, x, weight, args, stream)
+                 : launch_fitting<T, End::kQuickGelu, 256, 208>(s, x, weight, args, stream);
   };
   return s.dtype == QWEN_VL_BF16 ? run(__nv_bfloat16()) : run(__half());
 }
@@ -313,7 +341,7 @@ int launch_rotated(const qwen_vl_product& s, const void* x, const void* weight, 
     Args<T> args = arguments<T>(s, bias, out);
     args.spots = reinterpret_cast<const int2*>(spots);
     args.turns = reinterpret_cast<const float2*>(turns);
-    return launch<T, Tile<End::kRotated>>(s, x, weight, args, stream);
+    return launch_fitting<T, End::kRotated, 3 * kHeadDim, 2 * kHeadDim>(s, x, weight, args, stream);
   };
   return s.dtype == QWEN_VL_BF16 ? run(__nv_bfloat16()) : run(__half());
 }

@@ -1,6 +1,7 @@
 // Rotary embeddings (Su et al. 2021): of the encoder's grid, and of the prompt's three axes
 // (M-RoPE), there together with the way of keys and values into the cache. Angles, sines and
 // products are float32; the rotated values are rounded once.
+#include "launch.cuh"
 #include "status.h"
 #include "vector.cuh"
 
@@ -26,6 +27,7 @@ __global__ void __launch_bounds__(kThreads)
   const int half = head_dim / 2, quarter = head_dim / 4, chunks = half / 8;
   const int groups = 2 * heads / kHeadsAThread;
   const int i = blockIdx.x * kThreads + threadIdx.x;
+  begin_after_previous();
   if (i >= rows * chunks * groups) return;
   const int chunk = i % chunks, group = i / chunks % groups, row = i / chunks / groups;
   T* const at = qkv + (static_cast<int64_t>(row) * 3 * heads + group * kHeadsAThread) * head_dim +
@@ -72,6 +74,7 @@ __global__ void __launch_bounds__(kThreads)
                 int heads, int kv_heads, int head_dim) {
   const int half = head_dim / 2, chunks = half / 8, all = heads + 2 * kv_heads;
   const int i = blockIdx.x * kThreads + threadIdx.x;
+  begin_after_previous();
   if (i >= rows * all * chunks) return;
   const int chunk = i % chunks, head = i / chunks % all, row = i / chunks / all;
   // Rows that only fill the bucket: their keys and values must not reach the cache.
@@ -130,16 +133,13 @@ extern "C" int qwen_vl_rotate_grid(const qwen_vl_heads* heads, void* qkv, const 
                           (2 * heads->heads / kHeadsAThread);
   const auto run = [&](auto type) {
     using T = decltype(type);
-    rotate_grid<T><<<blocks(threads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<T*>(qkv), reinterpret_cast<const int2*>(spots),
-        reinterpret_cast<const float2*>(turns), heads->rows, heads->heads, heads->head_dim);
+    return launch_early(rotate_grid<T>, blocks(threads), kThreads, 0,
+                        static_cast<cudaStream_t>(stream), static_cast<T*>(qkv),
+                        reinterpret_cast<const int2*>(spots), reinterpret_cast<const float2*>(turns),
+                        heads->rows, heads->heads, heads->head_dim);
   };
-  if (heads->dtype == QWEN_VL_BF16) {
-    run(__nv_bfloat16());
-  } else {
-    run(__half());
-  }
-  return launched("rotation", message, size);
+  const cudaError_t error = heads->dtype == QWEN_VL_BF16 ? run(__nv_bfloat16()) : run(__half());
+  return launched("rotation", error, message, size);
 }
 
 extern "C" int qwen_vl_turns(int32_t rows, int32_t half, const int64_t* positions,
@@ -168,14 +168,11 @@ extern "C" int qwen_vl_rotate_text(const qwen_vl_heads* heads, void* qkv, const 
                           (heads->head_dim / 16);
   const auto run = [&](auto type) {
     using T = decltype(type);
-    rotate_text<T><<<blocks(threads), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<T*>(qkv), reinterpret_cast<const float2*>(turns), span, layer, heads->rows,
-        heads->heads, heads->kv_heads, heads->head_dim);
+    return launch_early(rotate_text<T>, blocks(threads), kThreads, 0,
+                        static_cast<cudaStream_t>(stream), static_cast<T*>(qkv),
+                        reinterpret_cast<const float2*>(turns), span, layer, heads->rows,
+                        heads->heads, heads->kv_heads, heads->head_dim);
   };
-  if (heads->dtype == QWEN_VL_BF16) {
-    run(__nv_bfloat16());
-  } else {
-    run(__half());
-  }
-  return launched("rotation", message, size);
+  const cudaError_t error = heads->dtype == QWEN_VL_BF16 ? run(__nv_bfloat16()) : run(__half());
+  return launched("rotation", error, message, size);
 }

@@ -24,11 +24,15 @@ __attribute__((format(printf, 4, 5))) inline int refuse(int status, char* messag
 }
 
 // Turns the outcome of a launch into a status.
-inline int launched(const char* what, char* message, size_t size) {
-  const cudaError_t error = cudaGetLastError();
+inline int launched(const char* what, cudaError_t error, char* message, size_t size) {
   if (error == cudaSuccess) return QWEN_VL_OK;
+  cudaGetLastError();  // it is told here, and not again at the next call
   return refuse(QWEN_VL_CUDA_ERROR, message, size, "%s: %s (CUDA error %d)", what,
                 cudaGetErrorString(error), static_cast<int>(error));
+}
+
+inline int launched(const char* what, char* message, size_t size) {
+  return launched(what, cudaGetLastError(), message, size);
 }
 
 template <class... P>

@@ -80,29 +80,26 @@ __device__ inline void named_arrive(int name) {
 
 #define QWEN_VL_SCORES(type)                                                                      \
   asm volatile(                                                                                   \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %85, 0;\n"                                                \
-      "wgmma.mma_async.sync.aligned.m64n160k16.f32." type "." type " {"                           \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %58, 0;\n"                                                \
+      "wgmma.mma_async.sync.aligned.m64n112k16.f32." type "." type " {"                           \
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, "                              \
       "%14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "                    \
       "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, "                    \
-      "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "                    \
-      "%56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, "                    \
-      "%70, %71, %72, %73, %74, %75, %76, %77, %78, %79}, "                                       \
-      "{%80, %81, %82, %83}, %84, p, 1, 1, 0;\n}"                                                 \
+      "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55}, "                   \
+      "%56, %57, p, 1, 1, 0, 0;\n}"                                                               \
       : QWEN_VL_R4(c, 0), QWEN_VL_R4(c, 1), QWEN_VL_R4(c, 2), QWEN_VL_R4(c, 3),                   \
         QWEN_VL_R4(c, 4), QWEN_VL_R4(c, 5), QWEN_VL_R4(c, 6), QWEN_VL_R4(c, 7),                   \
         QWEN_VL_R4(c, 8), QWEN_VL_R4(c, 9), QWEN_VL_R4(c, 10), QWEN_VL_R4(c, 11),                 \
-        QWEN_VL_R4(c, 12), QWEN_VL_R4(c, 13), QWEN_VL_R4(c, 14), QWEN_VL_R4(c, 15),               \
-        QWEN_VL_R4(c, 16), QWEN_VL_R4(c, 17), QWEN_VL_R4(c, 18), QWEN_VL_R4(c, 19)                \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)))
+        QWEN_VL_R4(c, 12), QWEN_VL_R4(c, 13)                                                      \
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)))
 
-// c[64 x keys] (+)= a[64x16] * b[keys x 16]^T, a in registers, b in shared memory, K-major.
-__device__ inline void multiply_scores(float (&c)[20][4], const uint32_t (&a)[4], uint64_t b,
-                                       bool add, __nv_bfloat16) {
+// c[64 x keys] (+)= a[64x16] * b[keys x 16]^T, both in shared memory, K-major.
+__device__ inline void multiply_scores(float (&c)[14][4], uint64_t a, uint64_t b, bool add,
+                                       __nv_bfloat16) {
   QWEN_VL_SCORES("bf16");
 }
-__device__ inline void multiply_scores(float (&c)[20][4], const uint32_t (&a)[4], uint64_t b,
-                                       bool add, __half) {
+__device__ inline void multiply_scores(float (&c)[14][4], uint64_t a, uint64_t b, bool add,
+                                       __half) {
   QWEN_VL_SCORES("f16");
 }
 
