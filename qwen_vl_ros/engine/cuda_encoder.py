@@ -191,9 +191,9 @@ class CudaEncoder:
         if x.dtype == torch.uint8:
             kept = self._bytes[:n * x.shape[1]]
             if layout.units is None:
-                kept.copy_(x.view(-1))
+                kept.copy_(x.reshape(-1))
             else:
-                torch.index_select(x.view(-1, 4 * x.shape[1]), 0, layout.units,
+                torch.index_select(x.reshape(-1, 4 * x.shape[1]), 0, layout.units,
                                    out=kept.view(-1, 4 * x.shape[1]))
         else:
             self._x[:n].copy_(x)
