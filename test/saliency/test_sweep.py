@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.records import CannotRun, record
 from benchmarks.stages import _selection_cost as cost
 from benchmarks.stages._selection_maps import maps_of
 from benchmarks.stages._selection_methods import Bench, join, show, smaller_grid
+from benchmarks.stages._selection_shape import on_shape
 from qwen_vl_ros.engine.config import load_config
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.types import Request, Visual
@@ -27,6 +29,7 @@ from tools.distil_head.batched import CLOSED, Picture, TinyBatch
 from tools.distil_head.coarse import coarse_bins
 from tools.distil_head.group import answer_kept, groups, question_mask
 from tools.distil_head.roboscene import main as distil
+from tools.plot_accuracy import controller, wall
 from tools.train_tiny.data import item_batch, tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -167,6 +170,27 @@ def test_the_sweep_runs_in_its_small_form(tmp_path):
     next_share = kept['next_frame', 72]['flops_share']
     assert kept['head', 72]['flops_share'] < next_share < 0.35 < kept['dart', 63]['flops_share']
     assert kept['uniform', 63]['evidence_recall'] <= 1 and kept['downsample', 21]['runs'] == 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='says what is missing where no GPU is')
+def test_a_shape_without_a_gpu_is_refused():
+    with pytest.raises(CannotRun, match='no CUDA device'):
+        on_shape('2b')
+
+
+def test_the_page_tells_how_a_target_was_held():
+    """Runs of the same rung are counted together; times of a shape carry its name."""
+    found = [record('selection', {'model': '2b', 'size': '8x8', 'method': 'controller',
+                                  'case': 'half'}, 'ms_settled', 4.0, 'ms', times=[4.0, 4.5],
+                    baseline=('target', 5.0), rungs=[0, 0, 1, 1, 1, 0], moves_when_settled=[1],
+                    rungs_ms=[9.0, 4.0]),
+             record('selection', {'model': '2b', 'size': '8x8', 'method': 'head'},
+                    'ms_frame_to_map', 0.25, 'ms', times=[0.25], share_of_whole_frame=0.02)]
+    told = controller(found).splitlines()
+    assert told[2].split('|')[1:6] == [' half ', ' 5.0 ', ' 4.0 ', ' 4.5 ',
+                                       ' 0 (2x), 1 (3x), 0 (1x) ']
+    row, = wall(found).splitlines()[2:]
+    assert '2B shape | 8x8 | light head | frame to map | 0.25 | 0.25 | 2.0% |' in row
 
 
 def test_a_head_is_distilled(tmp_path):
