@@ -114,6 +114,35 @@ int qwen_vl_decode_admit(const qwen_vl_decode_model* model, int32_t slot,
 int qwen_vl_decode_step(const qwen_vl_decode_model* model, const qwen_vl_decode_launch* launch,
                         void* stream, char* message, size_t size);
 
+/* The same step as a chain of kernels in a CUDA graph, one a matrix, each started while the one
+   before it still runs (programmatic dependent launch) where the GPU is able to. `ranges` and
+   `parts_...` of the model are not read; groups are of 128. */
+typedef struct qwen_vl_decode_chain qwen_vl_decode_chain;
+
+/* Sets `blocks` of the model for the current device; returns the bytes of workspace. */
+int qwen_vl_chain_workspace(qwen_vl_decode_model* model, int64_t* bytes, char* message,
+                            size_t size);
+
+/* Make a chain for a model with its workspace, and say how many sequences a step can take. What the
+   model points to must live as long as the chain. */
+int qwen_vl_chain_create(const qwen_vl_decode_model* model, qwen_vl_decode_chain** chain,
+                         int32_t* rows, char* message, size_t size);
+
+/* As qwen_vl_decode_admit and qwen_vl_decode_step; the first step of so many sequences makes their
+   graph. Calls for one chain come one at a time. */
+int qwen_vl_chain_admit(qwen_vl_decode_chain* chain, int32_t slot, const qwen_vl_decode_row* row,
+                        void* stream, char* message, size_t size);
+int qwen_vl_chain_step(qwen_vl_decode_chain* chain, const qwen_vl_decode_launch* launch,
+                       void* stream, char* message, size_t size);
+
+/* Bits of matrices (QWEN_VL_OP_...), and of attention behind them, whose kernels let the next one
+   start only when their inputs are there: it asks for its weights later, and does not get into
+   their way. None at first. When the last step has ended. */
+int qwen_vl_chain_arrange(qwen_vl_decode_chain* chain, uint32_t late, char* message, size_t size);
+
+/* Give a chain back, when its last step has ended. */
+void qwen_vl_chain_destroy(qwen_vl_decode_chain* chain);
+
 /* out = x * weight^T + bias for many rows: x T [rows][inputs], out T [rows][outputs], T by `dtype`
    as above. int8: scales float [outputs]. int4, int8_group: scales half [outputs][inputs / group],
    zeros uint8 (int4) or int16 alike. Without x (NULL), out is the dequantised matrix itself,

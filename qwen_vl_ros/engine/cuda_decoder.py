@@ -23,6 +23,7 @@ from qwen_vl_ros.engine.decoder import (
 )
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.generate import Choice
+from qwen_vl_ros.engine.kv_cache import KVCache
 from qwen_vl_ros.engine.language import LanguageModel
 from qwen_vl_ros.engine.layers import Linear
 from qwen_vl_ros.engine.quant_linear import Int4Linear, Int8Linear
@@ -31,6 +32,7 @@ from qwen_vl_ros.kernels.decode import (
     FINITE,
     RESULTS,
     STUCK,
+    ChainKernels,
     DecodeKernels,
     Matrix,
     NativeRow,
@@ -46,6 +48,13 @@ AHEAD = 2
 PATIENCE = 20.0
 #: Seconds of asking without a pause; a step is about one millisecond.
 SPIN = 0.003
+#: Steps, and tokens before them, by which the form of the step is chosen.
+TIMED_STEPS, TIMED_CONTEXT = 16, 512
+#: Relative difference of logits that rounding explains (bf16 and random weights: 0.06).
+AGREEMENT = 0.2
+#: When the chain's kernels let the next one start: at once, or when their inputs are there; all
+#: of them, qkv and attention, or gate_up and down (bits as in :meth:`ChainKernels.arrange`).
+ARRANGEMENTS = (0, 0b111111, 0b100001, 0b001100)
 
 
 def make_decoder(language: LanguageModel, slots: int = SLOTS) -> Decoder:
@@ -80,10 +89,11 @@ class CudaDecoder:
     """
     :class:`~qwen_vl_ros.engine.decoder.Decoder` on :class:`~qwen_vl_ros.kernels.decode`.
 
-    A step of all sequences is one launch; while the host reads one token the GPU computes the
-    next (:data:`AHEAD`), except where a grammar has to see the token first. Steps that nobody asks
-    for any more leave rows behind ``cache.length`` and results that nobody reads. All calls come
-    from one thread at a time and on one stream, that on which the caches were filled.
+    A step of all sequences is one launch, in the form that :func:`choose_kernels` found fastest;
+    while the host reads one token the GPU computes the next (:data:`AHEAD`), except where a
+    grammar has to see the token first. Steps that nobody asks for any more leave rows behind
+    ``cache.length`` and results that nobody reads. All calls come from one thread at a time and
+    on one stream, that on which the caches were filled.
 
     Sampling draws with Gumbel noise from (seed, position, token): the same seed gives the same
     tokens whatever runs beside them, but not those that torch's generator would draw.
@@ -98,7 +108,7 @@ class CudaDecoder:
     def __init__(self, language: LanguageModel, slots: int = SLOTS,
                  native: ctypes.CDLL | None = None) -> None:
         self.language = language
-        self.kernels = DecodeKernels(*_describe(language), native=native)
+        self.kernels = choose_kernels(language, native)
         self._slots: list[Flying | None] = [None] * min(slots, SLOTS)
         self._serial = [0] * len(self._slots)
         self._logits: Tensor | None = None
@@ -211,6 +221,102 @@ class CudaDecoder:
             # text) gets it now and not when its patience ends.
             time.sleep(0.0002 if waited > SPIN else 0)
         return True
+
+
+def choose_kernels(language: LanguageModel, native: ctypes.CDLL | None = None) -> DecodeKernels:
+    """
+    Return the form of the step that is fastest on the device, by timing all.
+
+    Their logits are held against each other beforehand: one that a driver or compiler makes
+    differ from the form without graphs is left out, with a line in the log.
+
+    :param native: see :class:`CudaDecoder`; on a CPU (emulated) nothing is timed.
+    :raises KernelError: where no form serves the model; the text is that of the last.
+    """
+    described = _describe(language)
+    found: list[DecodeKernels] = []
+    refusal = KernelError('no form of the decode step')
+    for form in (DecodeKernels, ChainKernels):
+        try:
+            if form.available(native):
+                found.append(form(*described, native=native))
+        except KernelError as error:
+            refusal = error
+    if not found:
+        raise refusal
+    if len(found) == 1 or language.device.type != 'cuda':
+        return found[0]
+    logits = _trial_logits(found[0], language)
+    times: list[tuple[float, int, int]] = []
+    for index, kernels in enumerate(found):
+        if index and _differs(kernels, language, logits):
+            continue
+        if isinstance(kernels, ChainKernels):
+            early = torch.cuda.get_device_capability(language.device) >= (9, 0)
+            for late in ARRANGEMENTS if early else (0,):
+                kernels.arrange(late)
+                times.append((_step_time(kernels, language), index, late))
+        else:
+            times.append((_step_time(kernels, language), index, 0))
+    _, index, late = min(times)
+    chosen = found[index]
+    if isinstance(chosen, ChainKernels):
+        chosen.arrange(late)
+    LOG.info('decode step: %s of %s', type(chosen).__name__, ', '.join(
+        f'{type(found[i]).__name__} {arrangement} {ms:.3f} ms' for ms, i, arrangement in times))
+    # The next sequence in this slot counts from the beginning again.
+    chosen.results[:] = 0
+    return chosen
+
+
+def _differs(kernels: DecodeKernels, language: LanguageModel, expected: Tensor) -> bool:
+    """Tell whether a form cannot run or gives other logits [vocab] than expected."""
+    try:
+        logits = _trial_logits(kernels, language)
+    except KernelError as error:
+        LOG.error('decode step: %s: %s; it is left out', type(kernels).__name__, error)
+        return True
+    near = bool((logits - expected).norm() <= AGREEMENT * expected.norm())
+    if not near and bool(expected.isfinite().all()):
+        LOG.error('decode step: logits of %s differ; it is left out', type(kernels).__name__)
+        return True
+    return False
+
+
+def _trial(kernels: DecodeKernels, language: LanguageModel) -> KVCache:
+    """Put a sequence with random rows behind it into the first slot."""
+    cache = KVCache(language.config, TIMED_CONTEXT + 4 * TIMED_STEPS, language.device,
+                    language.dtype)
+    generator = torch.Generator(language.device).manual_seed(0)
+    cache.rows.normal_(generator=generator)
+    kernels.admit(0, NativeRow(
+        cache=cache.rows.data_ptr(), capacity=cache.capacity, length=TIMED_CONTEXT, top_p=1.0))
+    return cache
+
+
+def _trial_logits(kernels: DecodeKernels, language: LanguageModel) -> Tensor:
+    """Return the logits [vocab] of a step; NaN where it did not write any."""
+    cache = _trial(kernels, language)
+    logits = torch.full((SLOTS, language.config.vocab), float('nan'), device=language.device)
+    kernels.step([0], logits=logits)
+    torch.cuda.synchronize(language.device)
+    del cache  # not before the step has ended
+    return logits[0]
+
+
+def _step_time(kernels: DecodeKernels, language: LanguageModel) -> float:
+    """Return milliseconds of a step of one sequence."""
+    cache = _trial(kernels, language)
+    times = []
+    for _ in range(3):  # the first also warms up
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        kernels.step([0], steps=TIMED_STEPS)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / TIMED_STEPS)
+    del cache
+    return min(times[1:])
 
 
 def _one_less(row: Row) -> Row:

@@ -119,6 +119,15 @@ class DecodeKernels:
     :raises KernelError: for sizes, forms or devices that it does not serve.
     """
 
+    #: What the names of its functions begin with.
+    prefix = 'qwen_vl_decode'
+
+    @classmethod
+    def available(cls, native: ctypes.CDLL | None = None) -> bool:
+        """Tell whether a library has this form of the step; see :class:`DecodeKernels`."""
+        found = library('qwen_vl_decode') if native is None else native
+        return hasattr(found, f'{cls.prefix}_step')
+
     def __init__(self, shape: layout.Shape, weights: Weights,
                  native: ctypes.CDLL | None = None) -> None:
         self._library = library('qwen_vl_decode') if native is None else native
@@ -140,28 +149,36 @@ class DecodeKernels:
             native_layer.norm1 = self._address(layer['norm1'])
             native_layer.norm2 = self._address(layer['norm2'])
         self._model.head = self._matrix(shape, 'head', weights.head)
-        blocks, rows = _int(), _int()
-        self._call('capacity', ctypes.byref(blocks), ctypes.byref(rows))
-        #: Most sequences that a step can take.
-        self.rows = rows.value
-        plan = layout.plan(shape, blocks.value)
-        self._model.blocks = blocks.value
-        self._model.parts_out, self._model.parts_down = plan.parts_out, plan.parts_down
-        self._model.layer = self._upload(np.frombuffer(bytes(table), np.uint8))
-        self._model.ranges = self._upload(plan.ranges.reshape(-1).view(np.uint8))
         self._model.norm = self._address(weights.norm)
         self._model.embedding = self._address(weights.embedding)
         self._model.frequencies = self._address(weights.frequencies)
+        self._model.layer = self._upload(np.frombuffer(bytes(table), np.uint8))
+        #: Most sequences that a step can take.
+        self.rows = self._prepare(shape)
+        pinned = torch.zeros(ROWS * RESULTS * RESULT.itemsize, dtype=torch.uint8,
+                             pin_memory=self.device.type == 'cuda')
+        self._kept.append(pinned)
+        #: What the device hands over, in pinned memory: [slot, serial % RESULTS].
+        self.results: np.ndarray = pinned.numpy().view(RESULT).reshape(ROWS, RESULTS)
+        self._pinned = pinned.data_ptr()
+
+    def _prepare(self, shape: layout.Shape) -> int:
+        """Share the work out, provide the workspace; return the most sequences of a step."""
+        blocks, rows = _int(), _int()
+        self._call('capacity', ctypes.byref(blocks), ctypes.byref(rows))
+        plan = layout.plan(shape, blocks.value)
+        self._model.blocks = blocks.value
+        self._model.parts_out, self._model.parts_down = plan.parts_out, plan.parts_down
+        self._model.ranges = self._upload(plan.ranges.reshape(-1).view(np.uint8))
+        self._provide_workspace()
+        return rows.value
+
+    def _provide_workspace(self) -> None:
         size = _long()
         self._call('workspace', ctypes.byref(size))
         workspace = torch.zeros(size.value, dtype=torch.uint8, device=self.device)
         self._model.workspace, self._model.workspace_bytes = workspace.data_ptr(), size.value
-        pinned = torch.zeros(ROWS * RESULTS * RESULT.itemsize, dtype=torch.uint8,
-                             pin_memory=self.device.type == 'cuda')
-        self._kept += [workspace, pinned]
-        #: What the device hands over, in pinned memory: [slot, serial % RESULTS].
-        self.results: np.ndarray = pinned.numpy().view(RESULT).reshape(ROWS, RESULTS)
-        self._pinned = pinned.data_ptr()
+        self._kept.append(workspace)
 
     def admit(self, slot: int, row: NativeRow) -> None:
         """Put a sequence into a slot, after all steps launched so far."""
@@ -239,9 +256,54 @@ class DecodeKernels:
         return ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)
 
     def _call(self, name: str, *arguments: object) -> None:
+        self._call_on(f'{self.prefix}_{name}', ctypes.byref(self._model), *arguments)
+
+    def _call_on(self, name: str, *arguments: object) -> None:
         message = ctypes.create_string_buffer(_MESSAGE)
         with torch.cuda.device(self.device) if self.device.type == 'cuda' else nullcontext():
-            code = getattr(self._library, f'qwen_vl_decode_{name}')(
-                ctypes.byref(self._model), *arguments, message, ctypes.c_size_t(_MESSAGE))
+            code = getattr(self._library, name)(*arguments, message, ctypes.c_size_t(_MESSAGE))
         if code:
             raise KernelError(message.value.decode(errors='replace'), code)
+
+
+class ChainKernels(DecodeKernels):
+    """
+    The same step as a chain of kernels, one a matrix, in a CUDA graph.
+
+    Takes and gives what :class:`DecodeKernels` does, to the same semantics; which of the two is
+    faster depends on the device and the weights.
+    """
+
+    prefix = 'qwen_vl_chain'
+    _chain: ctypes.c_void_p | None = None
+
+    def _prepare(self, shape: layout.Shape) -> int:
+        self._provide_workspace()
+        chain, rows = _pointer(), _int()
+        self._call_on('qwen_vl_chain_create', ctypes.byref(self._model), ctypes.byref(chain),
+                      ctypes.byref(rows))
+        self._chain = chain
+        return rows.value
+
+    def _call(self, name: str, *arguments: object) -> None:
+        # The library keeps what it made of the model; only the workspace's size comes before that.
+        own = ctypes.byref(self._model) if self._chain is None else self._chain
+        self._call_on(f'{self.prefix}_{name}', own, *arguments)
+
+    def arrange(self, late: int) -> None:
+        """
+        Choose when kernels let the next one start; when no step is under way.
+
+        :param late: bits of :data:`~qwen_vl_ros.kernels.decode_layout.OPS`, and of attention
+            behind them, whose kernels do so only when their inputs are there.
+        """
+        self._call('arrange', ctypes.c_uint32(late))
+
+    def close(self) -> None:
+        """Give the graphs back, after all steps."""
+        chain, self._chain = self._chain, None
+        if chain is not None:
+            self._library.qwen_vl_chain_destroy(chain)
+
+    def __del__(self) -> None:
+        self.close()

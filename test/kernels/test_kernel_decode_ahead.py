@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_kernel_decode import SMALL, decoder, filled, native  # noqa: F401
+from test_kernel_decode_chain import native as chain  # noqa: F401
 
 from qwen_vl_ros.engine.cuda_decoder import CudaDecoder
 from qwen_vl_ros.engine.decoder import Row, TorchDecoder
@@ -14,11 +15,12 @@ from qwen_vl_ros.kernels.loader import KernelError
 ONE_LAYER = (256, 448, 1, 4, 2, 512)
 
 
-@pytest.fixture
-def pair(native):  # noqa: F811
-    """Return the decoder in kernels and the plain one, of the same weights."""
+@pytest.fixture(params=['native', 'chain'])
+def pair(request):
+    """Return the decoder in kernels, in either form, and the plain one, of the same weights."""
     language = decoder(ONE_LAYER)
-    return CudaDecoder(language, native=native), TorchDecoder(language)
+    library = request.getfixturevalue(request.param)
+    return CudaDecoder(language, native=library), TorchDecoder(language)
 
 
 def test_tokens_are_those_of_the_plain_decoder(pair):

@@ -1,0 +1,208 @@
+// From the warps' sums to outputs: what is added, turned, activated, and where it goes.
+#ifndef QWEN_VL_CHAIN_FINISH_CUH_
+#define QWEN_VL_CHAIN_FINISH_CUH_
+
+#include "../decode_choose.cuh"
+#include "stage.cuh"
+
+namespace qwen_vl {
+namespace chain {
+
+// The beginning of a block's shared memory.
+template <int kN>
+struct Rows {
+  qwen_vl_decode_row row[kN];
+  float squares[kN * kWarps];
+  Best best[kN * kWarps];
+};
+template <int kN>
+constexpr int kActAt = (sizeof(Rows<kN>) + 127) / 128 * 128;
+
+// A piece of a tile that one warp has multiplied. Pieces of a line of steps are cut where a tile or
+// a warp's share ends, so tile + warp tells them apart.
+template <int kN>
+__device__ inline void store_part(float* parts, int piece, float (&acc)[2][4]) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float v[4];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    v[k] = acc[0][k] + acc[1][k];
+    acc[0][k] = acc[1][k] = 0.f;
+  }
+  if (kN == 1) {
+    if (t == 0) {
+      parts[piece * 16 + g] = v[0];
+      parts[piece * 16 + 8 + g] = v[2];
+    }
+  } else {
+    float2* const to = reinterpret_cast<float2*>(parts + piece * 16 * kN + g * kN) + t;
+    to[0] = make_float2(v[0], v[1]);
+    to[8 * kN / 2] = make_float2(v[2], v[3]);
+  }
+}
+
+// The warps that have steps of a tile: the first, and the last << 16.
+__device__ inline int span_of(int from, int steps, int items) {
+  return ((from + 1) * kWarps - 1) / items | ((from + steps) * kWarps - 1) / items << 16;
+}
+
+// Both outputs of a pair for one sequence.
+template <int kOp, int kN>
+__device__ inline float2 gather(const float* parts, const int* spans, int pair, int column) {
+  const int tile = pair / 8, span = spans[tile], w0 = span & 0xffff, more = (span >> 16) - w0;
+  const float* at = parts + (tile + w0) * 16 * kN + pair % 8 * kN + column;
+  float2 v = make_float2(0.f, 0.f);
+  // Matrices with few outputs, whose tiles have pieces of all warps: all reads at once.
+  constexpr int kAtOnce = kOp == kQkv || kOp == kOut ? kWarps : 4;
+  for (int first = 0; first <= more; first += kAtOnce) {
+#pragma unroll
+    for (int w = 0; w < kAtOnce; ++w) {
+      if (first + w <= more) {
+        v.x += at[(first + w) * 16 * kN];
+        v.y += at[(first + w) * 16 * kN + 8 * kN];
+      }
+    }
+  }
+  return v;
+}
+
+// Scales of a pair's outputs; only INT8 leaves them to the end.
+template <int kForm>
+__device__ inline float2 scales_of(const Product& p, int pair) {
+  if (kForm != kInt8) return make_float2(1.f, 1.f);
+  const float* at = static_cast<const float*>(p.scales) + pair + (pair & ~7);
+  return make_float2(__ldg(at), __ldg(at + 8));
+}
+
+// What outputs need besides their sum, for the first that a thread finishes asked for ahead: the
+// biases of a pair and how it is turned, or the residual under it.
+struct Extra {
+  float low, high;
+  float2 turn;
+
+  // What can be read before the kernel waits, and what cannot.
+  template <class T, int kOp>
+  __device__ void fetch_early(const Product& p, int pair) {
+    if constexpr (kOp == kQkv) {
+      const T* bias = static_cast<const T*>(p.bias) + pair_row<kOp>(p.m, pair);
+      low = static_cast<float>(bias[0]);
+      high = static_cast<float>(bias[other_row<kOp>(p.m)]);
+    }
+  }
+  template <int kOp>
+  __device__ void fetch_late(const Product& p, int s, int pair) {
+    if constexpr (kOp == kQkv) {
+      const int half = other_row<kOp>(p.m);
+      turn = __ldcg(p.m.turn + s * half + (pair & (half - 1)));
+    } else if constexpr (kOp == kOut || kOp == kDown) {
+      const float* x = p.m.x + s * p.m.width + pair_row<kOp>(p.m, pair);
+      low = __ldcg(x);
+      high = __ldcg(x + 8);
+    }
+  }
+};
+
+// What makes a row of unit mean square out of the residual, as it was staged.
+template <class T>
+__device__ inline float norm_scale(const Product& p, const float* squares, int row) {
+  float sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) sum += squares[row * kWarps + w];
+  return rsqrtf(sum * p.m.by_width + p.m.eps) * (1.f / kStagedScale<T>);
+}
+
+template <class T>
+__device__ inline void finish_qkv(const Product& p, const qwen_vl_decode_row& r, int s, int pair,
+                                  float2 v, const Extra& extra) {
+  const int shift = p.m.dim_shift, half = 1 << (shift - 1);
+  const int head = pair >> (shift - 1), d = pair & (half - 1);
+  v.x += extra.low;
+  v.y += extra.high;
+  T* to;
+  if (head < p.m.heads) {
+    to = static_cast<T*>(p.m.q) + ((s * p.m.heads + head) << shift) + d;
+  } else {
+    if (r.length >= r.capacity) return;
+    const int64_t plane = p.layer * 2 * p.m.kv_heads + head - p.m.heads;
+    to = static_cast<T*>(r.cache) + ((plane * r.capacity + r.length) << shift) + d;
+  }
+  if (head < p.m.heads + p.m.kv_heads)
+    v = make_float2(v.x * extra.turn.x - v.y * extra.turn.y,
+                    v.y * extra.turn.x + v.x * extra.turn.y);
+  to[0] = T(v.x);
+  to[half] = T(v.y);
+}
+
+__device__ inline void take_logit(Best& b, const qwen_vl_decode_row& r, const uint8_t* mask,
+                                  float* logits, float v, int token) {
+  if (!isfinite(v)) b.broken = 1;
+  if (mask && !mask[token]) v = -INFINITY;
+  if (logits) logits[token] = v;
+  decode::consider(b, v, token);
+  if (r.temperature > 0.f && v != -INFINITY)
+    decode::consider_noisy(b, v, v / r.temperature + decode::gumbel(r.seed, r.length, token),
+                           token);
+}
+
+template <class T, int kForm, int kOp, int kN>
+__device__ inline void finish(const Product& p, const float* parts, const int* spans,
+                              Rows<kN>& rows, Extra& extra, int first, int mine,
+                              int count) {
+  if constexpr (kOp == kHead) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int s = 0; s < count; ++s) {
+      const uint8_t* const mask = p.m.launch->mask[s];
+      float* logits = p.m.launch->logits;
+      if (logits) logits += static_cast<int64_t>(s) * p.m.vocab;
+      const float norm = norm_scale<T>(p, rows.squares, s);
+      Best b = decode::no_logits();
+      for (int i = threadIdx.x; i < mine; i += kThreads) {
+        const float2 v = gather<kOp, kN>(parts, spans, i, s);
+        const float2 scale = scales_of<kForm>(p, first + i);
+        const int token = pair_row<kOp>(p.m, first + i);
+        take_logit(b, rows.row[s], mask, logits, v.x * (scale.x * norm), token);
+        take_logit(b, rows.row[s], mask, logits, v.y * (scale.y * norm), token + 8);
+      }
+      for (int d = 16; d > 0; d /= 2) b = decode::merged(b, decode::shuffled(b, d));
+      if (lane == 0) rows.best[s * kWarps + warp] = b;
+    }
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < count) {
+      const int s = threadIdx.x;
+      Best b = rows.best[s * kWarps];
+      for (int w = 1; w < kWarps; ++w) b = decode::merged(b, rows.best[s * kWarps + w]);
+      p.m.best[blockIdx.x * kRows + s] = b;
+    }
+  } else {
+    for (int i = threadIdx.x; i < mine * count; i += kThreads) {
+      const int s = kN == 1 ? 0 : i / mine, local = i - s * mine, pair = first + local;
+      if (i >= kThreads) {
+        extra.template fetch_early<T, kOp>(p, pair);
+        extra.template fetch_late<kOp>(p, s, pair);
+      }
+      float2 v = gather<kOp, kN>(parts, spans, local, s);
+      const float2 scale = scales_of<kForm>(p, pair);
+      if constexpr (kOp == kQkv || kOp == kGateUp) {
+        const float norm = norm_scale<T>(p, rows.squares, s);
+        v.x *= norm;
+        v.y *= norm;
+      }
+      v.x *= scale.x;
+      v.y *= scale.y;
+      if constexpr (kOp == kQkv) {
+        finish_qkv<T>(p, rows.row[s], s, pair, v, extra);
+      } else if constexpr (kOp == kGateUp) {
+        static_cast<T*>(p.m.act)[static_cast<int64_t>(s) * p.m.mlp + place_input<kForm>(pair)] =
+            T(quotient(v.x, 1.f + __expf(-v.x)) * v.y);
+      } else {
+        float* x = p.m.x + s * p.m.width + pair_row<kOp>(p.m, pair);
+        x[0] = extra.low + v.x;
+        x[8] = extra.high + v.y;
+      }
+    }
+  }
+}
+
+}  // namespace chain
+}  // namespace qwen_vl
+#endif  // QWEN_VL_CHAIN_FINISH_CUH_

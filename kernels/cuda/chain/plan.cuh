@@ -1,0 +1,110 @@
+// What each kernel of the chain is given: places in the workspace, shares of shared memory.
+#ifndef QWEN_VL_CHAIN_PLAN_CUH_
+#define QWEN_VL_CHAIN_PLAN_CUH_
+
+#include <algorithm>
+#include <cstdint>
+
+#include "attend.cuh"
+#include "choose.cuh"
+#include "embed.cuh"
+#include "finish.cuh"
+
+namespace qwen_vl {
+namespace chain {
+
+constexpr int kOps = 5;
+
+// Cuts the workspace up, the rows first; returns its size.
+inline int64_t place(const qwen_vl_decode_model& m, Model* to) {
+  uint8_t* const start = static_cast<uint8_t*>(m.workspace);
+  int64_t used = 0;
+  auto take = [&](int64_t bytes) {
+    uint8_t* at = start + used;
+    used += (bytes + 255) / 256 * 256;
+    return at;
+  };
+  const int64_t heads = 1ll * kRows * m.heads, dim = m.head_dim;
+  Model p = {};
+  p.width = m.width;
+  p.mlp = m.mlp;
+  p.heads = m.heads;
+  p.kv_heads = m.kv_heads;
+  p.dim_shift = m.head_dim == 128 ? 7 : 6;
+  p.vocab = m.vocab;
+  p.layers = m.layers;
+  p.eps = m.eps;
+  p.by_width = 1.f / m.width;
+  p.embedding = m.embedding;
+  p.frequencies = m.frequencies;
+  p.state = reinterpret_cast<qwen_vl_decode_row*>(take(kRows * sizeof(qwen_vl_decode_row)));
+  p.launch = reinterpret_cast<qwen_vl_decode_launch*>(take(sizeof(qwen_vl_decode_launch)));
+  p.x = reinterpret_cast<float*>(take(4ll * kRows * m.width));
+  p.turn = reinterpret_cast<float2*>(take(kRows * dim / 2 * 8));
+  p.q = take(heads * dim * 2);
+  p.parts = take(heads * kMaxParts * dim * 2);
+  p.part_scale = reinterpret_cast<float2*>(take(heads * kMaxParts * 8));
+  p.act = take(2ll * kRows * m.mlp);
+  p.best = reinterpret_cast<Best*>(take(1ll * kRows * m.blocks * sizeof(Best)));
+  take(256);  // a flag of the other form of the step, which stays zero (stuck_of)
+  if (to) *to = p;
+  return used;
+}
+inline int* stuck_of(const Model& m, int blocks) {
+  return reinterpret_cast<int*>(reinterpret_cast<uint8_t*>(m.best) +
+                                (1ll * kRows * blocks * sizeof(Best) + 255) / 256 * 256);
+}
+
+// Sequences that an instance of the kernels takes.
+inline int instance_rows(int count) { return count == 1 ? 1 : kRows; }
+
+// Completes a product's parameters; returns its bytes of shared memory.
+//
+// ahead: steps that a warp copies ahead (ahead_of).
+inline int set_product(const qwen_vl_decode_model& model, const qwen_vl_decode_layer* layers,
+                       const Model& m, int op, int layer, int ahead, Product* p) {
+  const int form = op == kHead ? model.head_form : model.form, n = instance_rows(m.count);
+  const int inputs = op == kDown ? m.mlp : op == kOut ? m.heads << m.dim_shift : m.width;
+  const qwen_vl_decode_matrix& matrix = op == kHead ? model.head : layers[layer].op[op];
+  const bool norms = op == kQkv || op == kGateUp || op == kHead;
+  *p = {};
+  p->m = m;
+  p->weight = matrix.weight;
+  p->scales = matrix.scales;
+  p->norm = op == kHead ? model.norm : op == kQkv ? layers[layer].norm1 : layers[layer].norm2;
+  p->bias = op == kHead ? nullptr : layers[layer].bias;
+  p->layer = layer;
+  const int outputs = op == kQkv ? (m.heads + 2 * m.kv_heads) << m.dim_shift
+                      : op == kGateUp ? 2 * m.mlp : op == kHead ? m.vocab : m.width;
+  const int pairs = outputs / 2;
+  p->every = pairs / model.blocks;
+  p->over = pairs % model.blocks;
+  p->row_bytes = decode::form_bytes(form, inputs);
+  p->steps = p->row_bytes / kStepRow;
+  p->other = static_cast<int64_t>(p->row_bytes) *
+             (op == kGateUp ? m.mlp : op == kQkv ? 1 << (m.dim_shift - 1) : 8);
+  p->act_stride = inputs * 2 + kPad;
+  p->groups = inputs / kGroup;
+  auto up = [](int bytes) { return (bytes + 127) / 128 * 128; };
+  const int most = p->every + (p->over > 0);  // pairs of a block
+  const int pieces = (most + 7) / 8 + kWarps;
+  int used = (n == 1 ? kActAt<1> : kActAt<kRows>) + up(m.count * p->act_stride);
+  p->at_ring = used;
+  used += kWarps * ahead * slot_bytes(form);
+  p->at_spans = used;
+  used += up((most + 7) / 8 * 4);
+  p->at_parts = used;  // the residual's rows come here first
+  return used + std::max(norms && n > 1 ? up(m.count * m.width * 4) : 0, up(pieces * 16 * n * 4));
+}
+
+// The longest inputs, of several sequences, are the only ones that fill a block's shared memory.
+constexpr bool has_slim(int op, int rows) { return op == kDown && rows > 1; }
+
+// As many blocks as other kernels have, at least.
+inline int attention_grid(const Model& m, int blocks) {
+  return std::max(m.count * m.kv_heads * kMaxParts, blocks);
+}
+
+}  // namespace chain
+}  // namespace qwen_vl
+#endif  // QWEN_VL_CHAIN_PLAN_CUH_

@@ -1,0 +1,135 @@
+"""
+The decode step as a chain of kernels, held to what test_kernel_decode holds the other form to.
+
+The same emulator, one kernel after another; what a graph and programmatic launches add shows on a
+GPU alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from test_kernel_decode import LONG_HEADS, SMALL, admit, decoder, filled
+
+from benchmarks.stages._decode_models import widened
+from qwen_vl_ros.engine.cuda_decoder import _describe
+from qwen_vl_ros.engine.decoder import Row, step_logits
+from qwen_vl_ros.kernels.decode import FINITE, ChainKernels
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Like SMALL, with groups of 128 that divide the MLP.
+GROUPS = (256, 384, 2, 4, 2, 512)
+
+pytestmark = pytest.mark.skipif(not shutil.which('g++'), reason='no C++ compiler')
+
+
+@pytest.fixture(scope='session')
+def native():
+    """Return the chain, compiled for the emulator."""
+    out = ROOT / 'build' / 'emulator' / 'libqwen_vl_chain.so'
+    out.parent.mkdir(parents=True, exist_ok=True)
+    here, kernels = Path(__file__).parent, ROOT / 'kernels'
+    folders = [here / 'chain_emulator', here / 'decode_emulator', kernels / 'cuda',
+               kernels / 'include']
+    sources = [*folders[0].iterdir(), *folders[1].iterdir(), *kernels.glob('cuda/decode*'),
+               *kernels.glob('cuda/chain/*'), kernels / 'include' / 'qwen_vl_decode.h']
+    if not out.exists() or out.stat().st_mtime < max(s.stat().st_mtime for s in sources):
+        subprocess.run(
+            ['g++', '-std=c++17', '-O2', '-fPIC', '-shared', *(f'-I{x}' for x in folders),
+             str(folders[0] / 'step.cc'), '-o', str(out)], check=True)
+    return ctypes.CDLL(str(out))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(('shape', 'kind', 'lengths'), [
+    (SMALL, 'none', (133,)), (SMALL, 'none', (5, 133, 40)), (SMALL, 'int8', (64,)),
+    (SMALL, 'int8', (5, 133)), (GROUPS, 'int4', (133,)), (GROUPS, 'int4', (5, 133)),
+    (GROUPS, 'int8 groups', (20,)), (GROUPS, 'int8 groups', (20, 5)),
+    (LONG_HEADS, 'none', (150, 20, 30, 40, 50, 1, 7, 9))])
+def test_steps_are_as_close_to_float32_as_plain_ones(native, shape, kind, lengths):
+    language = decoder(shape, kind)
+    exact_language = widened(language)
+    kernels = ChainKernels(*_describe(language), native=native)
+    caches, plain = filled(language, lengths), filled(language, lengths)
+    exact = filled(language, lengths, torch.float32)
+    tokens = [(7 + 31 * i) % language.config.vocab for i in range(len(lengths))]
+    admit(kernels, caches, tokens)
+    slots = list(range(len(lengths)))
+    for number in range(2):
+        logits = torch.full((8, language.config.vocab), float('nan'))
+        kernels.step(slots, logits=logits)
+        got = logits[:len(slots)]
+        twin = step_logits(language, tokens, [Row(c, 3 * i) for i, c in enumerate(plain)])
+        true = step_logits(exact_language, tokens, [Row(c, 3 * i) for i, c in enumerate(exact)])
+        for i in slots:
+            assert (got[i] - true[i]).norm() <= 2 * (twin[i].float() - true[i]).norm()
+            a, b = (c[i].rows[..., c[i].length, :].float() for c in (caches, plain))
+            assert (a - b).norm() <= 0.02 * b.norm()
+            result = kernels.results[i, number]
+            assert result['ready'] == number + 1 and result['flags'] == FINITE
+            best = got[i].topk(2)
+            assert result['token'] == best.indices[0]
+            assert result['margin'] == pytest.approx(float(best.values[0] - best.values[1]))
+            assert result['probability'] == pytest.approx(
+                float(got[i].softmax(0).max()), rel=1e-4)
+        tokens = got.argmax(-1).tolist()
+        for cache in (*caches, *plain, *exact):
+            cache.length += 1
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(('shape', 'kind'), [(SMALL, 'none'), (GROUPS, 'int4')])
+def test_several_steps_in_one_launch_and_bits_alone(native, shape, kind):
+    language = decoder(shape, kind)
+    kernels = ChainKernels(*_describe(language), native=native)
+    caches, alone = (filled(language, (5, 150)) for _ in range(2))
+    admit(kernels, caches, [7, 9])
+    kernels.step([0, 1], steps=2)
+    together = kernels.results[1, :2].copy()
+    assert together['ready'].tolist() == [1, 2]
+    admit(kernels, alone, [7, 9])
+    for _ in range(2):
+        kernels.step([1])
+    for field in ('token', 'probability', 'margin'):
+        assert (kernels.results[1, :2][field] == together[field]).all()
+
+
+@torch.inference_mode()
+def test_masks_broken_rows_and_unknown_tokens(native):
+    language = decoder(SMALL)
+    kernels = ChainKernels(*_describe(language), native=native)
+    caches = filled(language, (20, 20, 20))
+    caches[1].rows[1, 1, :, 4] = float('nan')
+    admit(kernels, caches, [7, 7, language.config.vocab + 5])
+    mask = torch.zeros(language.config.vocab, dtype=torch.bool)
+    mask[[17, 400]] = True
+    kernels.step([0, 1, 2], [mask, None, None])
+    assert kernels.results[0, 0]['token'] in (17, 400)
+    assert kernels.results[:3, 0]['flags'].tolist() == [FINITE, 0, 0]
+    # What a broken sequence left behind does not reach the next one in its slot.
+    fresh = filled(language, (20, 9))
+    admit(kernels, [fresh[1], fresh[0]], [7, 7])
+    kernels.step([1])
+    assert kernels.results[1, 0]['flags'] == FINITE
+
+
+@torch.inference_mode()
+def test_a_seed_draws_the_same_token_whatever_runs_beside(native):
+    language = decoder(SMALL)
+    kernels = ChainKernels(*_describe(language), native=native)
+    drawn = set()
+    for seed in range(4):
+        tokens = []
+        for slots in ([0], [1, 0]):
+            caches = filled(language, (20, 9))
+            admit(kernels, caches, [7, 8], temperature=1.5, seed=seed)
+            kernels.step(slots)
+            tokens.append(int(kernels.results[0, 0]['token']))
+        assert tokens[0] == tokens[1]
+        drawn.add(tokens[0])
+    assert len(drawn) > 1
