@@ -322,3 +322,23 @@ def test_a_capture_that_fails_leaves_no_graph(fake_cuda):
         found.run('a', lambda: None, body, lambda: None)
     assert len(found) == 0 and not found.captured
     assert graphs.Direct().captured == []
+
+
+@pytest.mark.parametrize('wrong', ['never', 'always', 'once', 'not a number'])
+def test_a_form_of_attention_that_errs_is_not_chosen(wrong, caplog):
+    runs = {'sure': 0, 'quick': 0}
+
+    def attend(form):
+        runs[form] += 1
+        out = torch.ones(6, 4)
+        if form == 'quick':
+            out *= 1.001
+            if wrong == 'always' or (wrong == 'once' and runs[form] == 3):
+                out[2] = 0
+            if wrong == 'not a number':
+                out[5] = float('nan')
+        return out
+
+    found = cuda_encoder.trusted(attend, ['sure', 'quick'])
+    assert found == (['sure', 'quick'] if wrong == 'never' else ['sure'])
+    assert ('quick is not used' in caplog.text) == (wrong != 'never')
