@@ -182,10 +182,10 @@ class Bench:
         row = 2 * config.layers * config.kv_heads * config.head_dim * language.dtype.itemsize
         reads = -(-count // decoder.kernels.rows) if isinstance(decoder, CudaDecoder) else 1
         moved = reads * language.weight_bytes + count * context * row
+        note = decoder.kernels.form if isinstance(decoder, CudaDecoder) else ''
         found = [record('decode', case, 'ms_per_token' if count == 1 else 'ms', ms, 'ms',
-                        times=times, baseline=(name, other))
-                 for name, other in theirs.items()] or [
-            record('decode', case, 'ms_per_token' if count == 1 else 'ms', ms, 'ms', times=times)]
+                        times=times, baseline=baseline, note=note)
+                 for baseline in list(theirs.items()) or [None]]
         rate = moved / ms / 1e6
         found.append(record('decode', case, 'tokens_per_s', count * 1e3 / ms, '1/s'))
         found.append(record('decode', case, 'gb_s', rate, 'GB/s',

@@ -49,12 +49,12 @@ PATIENCE = 20.0
 #: Seconds of asking without a pause; a step is about one millisecond.
 SPIN = 0.003
 #: Steps, and tokens before them, by which the form of the step is chosen.
-TIMED_STEPS, TIMED_CONTEXT = 16, 512
+TIMED_STEPS, TIMED_CONTEXT = 8, 512
 #: Relative difference of logits that rounding explains (bf16 and random weights: 0.06).
 AGREEMENT = 0.2
-#: When the chain's kernels let the next one start: at once, or when their inputs are there; all
-#: of them, qkv and attention, or gate_up and down (bits as in :meth:`ChainKernels.arrange`).
-ARRANGEMENTS = (0, 0b111111, 0b100001, 0b001100)
+#: When the chain's kernels let the next one start: at once, or when their inputs are there (bits
+#: as in :meth:`ChainKernels.arrange`: qkv, out, gate_up, down, head, attention from the right).
+ARRANGEMENTS = (0, 0b111111, 0b100001, 0b101101, 0b101111, 0b001100)
 
 
 def make_decoder(language: LanguageModel, slots: int = SLOTS) -> Decoder:
@@ -262,8 +262,8 @@ def choose_kernels(language: LanguageModel, native: ctypes.CDLL | None = None) -
     chosen = found[index]
     if isinstance(chosen, ChainKernels):
         chosen.arrange(late)
-    LOG.info('decode step: %s of %s', type(chosen).__name__, ', '.join(
-        f'{type(found[i]).__name__} {arrangement} {ms:.3f} ms' for ms, i, arrangement in times))
+    LOG.info('decode step: %s; timed: %s', chosen.form, ', '.join(
+        f'{found[i].form} (late {arrangement:06b}) {ms:.3f} ms' for ms, i, arrangement in times))
     # The next sequence in this slot counts from the beginning again.
     chosen.results[:] = 0
     return chosen
@@ -274,11 +274,11 @@ def _differs(kernels: DecodeKernels, language: LanguageModel, expected: Tensor) 
     try:
         logits = _trial_logits(kernels, language)
     except KernelError as error:
-        LOG.error('decode step: %s: %s; it is left out', type(kernels).__name__, error)
+        LOG.error('decode step: %s: %s; it is left out', kernels.form, error)
         return True
     near = bool((logits - expected).norm() <= AGREEMENT * expected.norm())
     if not near and bool(expected.isfinite().all()):
-        LOG.error('decode step: logits of %s differ; it is left out', type(kernels).__name__)
+        LOG.error('decode step: logits of %s differ; it is left out', kernels.form)
         return True
     return False
 

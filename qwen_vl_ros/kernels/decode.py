@@ -119,8 +119,8 @@ class DecodeKernels:
     :raises KernelError: for sizes, forms or devices that it does not serve.
     """
 
-    #: What the names of its functions begin with.
-    prefix = 'qwen_vl_decode'
+    #: What the names of its functions begin with, and a name for this form of the step.
+    prefix, form = 'qwen_vl_decode', 'one kernel'
 
     @classmethod
     def available(cls, native: ctypes.CDLL | None = None) -> bool:
@@ -274,7 +274,7 @@ class ChainKernels(DecodeKernels):
     faster depends on the device and the weights.
     """
 
-    prefix = 'qwen_vl_chain'
+    prefix, form = 'qwen_vl_chain', 'a chain of kernels'
     _chain: ctypes.c_void_p | None = None
 
     def _prepare(self, shape: layout.Shape) -> int:

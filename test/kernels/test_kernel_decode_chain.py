@@ -46,13 +46,14 @@ def native():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(('shape', 'kind', 'lengths'), [
-    (SMALL, 'none', (133,)), (SMALL, 'none', (5, 133, 40)), (SMALL, 'int8', (64,)),
-    (SMALL, 'int8', (5, 133)), (GROUPS, 'int4', (133,)), (GROUPS, 'int4', (5, 133)),
-    (GROUPS, 'int8 groups', (20,)), (GROUPS, 'int8 groups', (20, 5)),
-    (LONG_HEADS, 'none', (150, 20, 30, 40, 50, 1, 7, 9))])
-def test_steps_are_as_close_to_float32_as_plain_ones(native, shape, kind, lengths):
-    language = decoder(shape, kind)
+@pytest.mark.parametrize(('shape', 'kind', 'lengths', 'dtype'), [
+    (SMALL, 'none', (133,), torch.bfloat16), (SMALL, 'none', (5, 133, 40), torch.float16),
+    (SMALL, 'int8', (64,), torch.float16), (SMALL, 'int8', (5, 133), torch.bfloat16),
+    (GROUPS, 'int4', (133,), torch.float16), (GROUPS, 'int4', (5, 133), torch.bfloat16),
+    (GROUPS, 'int8 groups', (20,), torch.bfloat16), (GROUPS, 'int8 groups', (5,), torch.float16),
+    (LONG_HEADS, 'none', (150, 20, 30, 40, 50, 1, 7, 9), torch.bfloat16)])
+def test_steps_are_as_close_to_float32_as_plain_ones(native, shape, kind, lengths, dtype):
+    language = decoder(shape, kind, dtype)
     exact_language = widened(language)
     kernels = ChainKernels(*_describe(language), native=native)
     caches, plain = filled(language, lengths), filled(language, lengths)
