@@ -13,6 +13,7 @@ with the form that does not.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -140,7 +141,7 @@ class Bench:
         alone = self.step(language, decoder, {**case, 'context': 512}, 1, theirs)
         self.keep(alone)
         if isinstance(decoder, CudaDecoder) and type(decoder.kernels) is not DecodeKernels:
-            self.keep(self.step(language, portable(language), {
+            self.keep(self.step(language, portable(decoder), {
                 **case, 'context': 512, 'variant': PORTABLE}, 1, {}))
         for count in self.args.sequences:
             if count > 1:
@@ -153,7 +154,7 @@ class Bench:
         if self.args.tokens:
             self.keep(self.client(language, decoder, case, before))
         if shape != '7b':
-            self.keep(self.accuracy(shape, language, case))
+            self.keep(self.accuracy(shape, language, decoder, case))
         del decoder, language
         torch.cuda.empty_cache()
 
@@ -185,7 +186,7 @@ class Bench:
         note = decoder.kernels.form if isinstance(decoder, CudaDecoder) else ''
         found = [record('decode', case, 'ms_per_token' if count == 1 else 'ms', ms, 'ms',
                         times=times, baseline=baseline, note=note)
-                 for baseline in list(theirs.items()) or [None]]
+                 for baseline in (*theirs.items(),) or (None,)]
         rate = moved / ms / 1e6
         found.append(record('decode', case, 'tokens_per_s', count * 1e3 / ms, '1/s'))
         found.append(record('decode', case, 'gb_s', rate, 'GB/s',
@@ -300,9 +301,9 @@ class Bench:
         return {name: median(times)}
 
     @torch.inference_mode()
-    def accuracy(self, shape: str, language: LanguageModel, case: dict[str, Any]) -> list[Record]:
+    def accuracy(self, shape: str, language: LanguageModel, decoder: Any, case: dict[str, Any],
+                 ) -> list[Record]:
         """Hold logits after eight tokens against float32 on the same (dequantised) weights."""
-        decoder = make_decoder(language)
         if not isinstance(decoder, CudaDecoder):
             return []
         tokens = [11, 500, 7, 42, 300, 5, 66, 8]
@@ -331,11 +332,12 @@ class Bench:
                        note='Frobenius norm of the logits against float32, random weights')]
 
 
-def portable(language: LanguageModel) -> CudaDecoder:
-    """Return a decoder on the one kernel that needs nothing newer than an Orin has."""
-    decoder = CudaDecoder(language)
-    decoder.kernels = DecodeKernels(*_describe(language))
-    return decoder
+def portable(decoder: CudaDecoder) -> CudaDecoder:
+    """Return the same decoder on the one kernel that needs nothing newer than an Orin has."""
+    other = copy.copy(decoder)
+    other.kernels = DecodeKernels(*_describe(decoder.language))
+    other._slots, other._serial = [None] * len(other._slots), [0] * len(other._serial)
+    return other
 
 
 def used(device: torch.device) -> int:
