@@ -81,8 +81,9 @@ __device__ inline uint32_t select(Selection& s, const float* logits, int vocab, 
   return prefix;
 }
 
-// A block a sequence; those without a filter have been chosen in the step itself.
-__global__ void __launch_bounds__(kSampleThreads) sample_filtered(const Params p) {
+// A block a sequence; those without a filter have been chosen in the step itself. Both forms of the
+// step have a copy.
+static __global__ void __launch_bounds__(kSampleThreads) sample_filtered(const Params p) {
   __shared__ Selection selection;
   __shared__ Best whole, drawn[kSampleThreads / 32];
   const int s = blockIdx.x, lane = threadIdx.x % 32;
