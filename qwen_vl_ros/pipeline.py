@@ -286,7 +286,7 @@ def build_request(
         raise EngineError(ErrorCode.BAD_REQUEST, 'the question is empty')
     checks = (
         ('max_new_tokens', fields['max_new_tokens'] >= 1, 'at least 1'),
-        ('temperature', 0 <= fields['temperature'] < float('inf'), 'not negative'),
+        ('temperature', 0 <= fields['temperature'] < float('inf'), 'finite and not negative'),
         ('top_p', 0 < fields['top_p'] <= 1, 'in (0, 1]'),
         ('top_k', fields['top_k'] >= 0, 'not negative'),
         ('keep_ratio', 0 < fields['keep_ratio'] <= 1, 'in (0, 1]'),

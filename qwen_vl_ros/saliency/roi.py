@@ -95,7 +95,8 @@ def best_window(values: np.ndarray, share: float, width: int, height: int) -> Wi
     top, left = np.unravel_index(int(totals.argmax()), totals.shape)
     x0, y0 = int(left) * width // columns, int(top) * height // rows
     x1, y1 = (int(left) + c) * width // columns, (int(top) + r) * height // rows
-    return Window(x0, y0, x1 - x0, y1 - y0, width, height)
+    # A picture with fewer pixels than the grid has cells still has one in the window.
+    return Window(x0, y0, max(1, x1 - x0), max(1, y1 - y0), width, height)
 
 
 def overview_and_crop(frame: Frame, window: Window, overview_units: int) -> tuple[Frame, Frame]:

@@ -145,6 +145,16 @@ def test_a_point_in_the_crop_is_mapped_to_the_frame():
     assert window.units(12, 16)[4:6, 8:12].all() and window.units(12, 16).sum() == 8
 
 
+@pytest.mark.parametrize(('width', 'height'), [(1, 1), (1, 5), (7, 2)])
+def test_a_picture_smaller_than_the_grid_has_a_window(width, height):
+    values = np.random.default_rng(3).random((12, 16))
+    window = best_window(values, 0.3, width, height)
+    assert 0 <= window.x < window.x + window.width <= width
+    assert 0 <= window.y < window.y + window.height <= height
+    frame = Frame.from_rgb(np.zeros((height, width, 3), np.uint8))
+    assert overview_and_crop(frame, window, 24)[1].height == window.height
+
+
 def test_the_window_holds_the_peak_and_both_pictures_show_it():
     values = np.zeros((12, 16), np.float32)
     values[8:10, 11:14] = 1
