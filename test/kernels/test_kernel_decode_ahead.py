@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_kernel_decode import SMALL, decoder, filled, native  # noqa: F401
+from decode_cases import SMALL, decoder, filled
+from test_kernel_decode import native  # noqa: F401
 from test_kernel_decode_chain import native as chain  # noqa: F401
 
 from qwen_vl_ros.engine.cuda_decoder import CudaDecoder

@@ -14,11 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_kernel_decode import LONG_HEADS, SMALL, admit, decoder, filled
+from decode_cases import (
+    LONG_HEADS,
+    SMALL,
+    admit,
+    check_bits_alone,
+    check_two_steps,
+    decoder,
+    filled,
+)
 
-from benchmarks.stages._decode_models import widened
 from qwen_vl_ros.engine.cuda_decoder import _describe
-from qwen_vl_ros.engine.decoder import Row, step_logits
 from qwen_vl_ros.kernels.decode import FINITE, ChainKernels
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,50 +60,14 @@ def native():
     (LONG_HEADS, 'none', (150, 20, 30, 40, 50, 1, 7, 9), torch.bfloat16)])
 def test_steps_are_as_close_to_float32_as_plain_ones(native, shape, kind, lengths, dtype):
     language = decoder(shape, kind, dtype)
-    exact_language = widened(language)
-    kernels = ChainKernels(*_describe(language), native=native)
-    caches, plain = filled(language, lengths), filled(language, lengths)
-    exact = filled(language, lengths, torch.float32)
-    tokens = [(7 + 31 * i) % language.config.vocab for i in range(len(lengths))]
-    admit(kernels, caches, tokens)
-    slots = list(range(len(lengths)))
-    for number in range(2):
-        logits = torch.full((8, language.config.vocab), float('nan'))
-        kernels.step(slots, logits=logits)
-        got = logits[:len(slots)]
-        twin = step_logits(language, tokens, [Row(c, 3 * i) for i, c in enumerate(plain)])
-        true = step_logits(exact_language, tokens, [Row(c, 3 * i) for i, c in enumerate(exact)])
-        for i in slots:
-            assert (got[i] - true[i]).norm() <= 2 * (twin[i].float() - true[i]).norm()
-            a, b = (c[i].rows[..., c[i].length, :].float() for c in (caches, plain))
-            assert (a - b).norm() <= 0.02 * b.norm()
-            result = kernels.results[i, number]
-            assert result['ready'] == number + 1 and result['flags'] == FINITE
-            best = got[i].topk(2)
-            assert result['token'] == best.indices[0]
-            assert result['margin'] == pytest.approx(float(best.values[0] - best.values[1]))
-            assert result['probability'] == pytest.approx(
-                float(got[i].softmax(0).max()), rel=1e-4)
-        tokens = got.argmax(-1).tolist()
-        for cache in (*caches, *plain, *exact):
-            cache.length += 1
+    check_two_steps(ChainKernels(*_describe(language), native=native), language, lengths)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize(('shape', 'kind'), [(SMALL, 'none'), (GROUPS, 'int4')])
 def test_several_steps_in_one_launch_and_bits_alone(native, shape, kind):
     language = decoder(shape, kind)
-    kernels = ChainKernels(*_describe(language), native=native)
-    caches, alone = (filled(language, (5, 150)) for _ in range(2))
-    admit(kernels, caches, [7, 9])
-    kernels.step([0, 1], steps=2)
-    together = kernels.results[1, :2].copy()
-    assert together['ready'].tolist() == [1, 2]
-    admit(kernels, alone, [7, 9])
-    for _ in range(2):
-        kernels.step([1])
-    for field in ('token', 'probability', 'margin'):
-        assert (kernels.results[1, :2][field] == together[field]).all()
+    check_bits_alone(ChainKernels(*_describe(language), native=native), language, 2)
 
 
 @torch.inference_mode()

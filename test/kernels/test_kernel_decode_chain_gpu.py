@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_kernel_decode import admit
+from decode_cases import admit
 
 from benchmarks.stages._decode_models import random_weights, widened
 from qwen_vl_ros.engine.config import LanguageConfig
