@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../cpu/check.h"
+#include "decode_host.h"
 #include "decode_kernels.h"
 #include "decode_memory.cuh"
 #include "decode_sample.cuh"
@@ -12,13 +13,6 @@ using namespace qwen_vl;
 using namespace qwen_vl::decode;
 
 namespace {
-
-int failed(cudaError_t error, const char* what, char* message, size_t size) {
-  if (error == cudaSuccess) return QWEN_VL_OK;
-  cudaGetLastError();  // so that the next call does not report it again
-  return refuse(QWEN_VL_CUDA_ERROR, message, size, "%s: %s (CUDA error %d)", what,
-                cudaGetErrorString(error), static_cast<int>(error));
-}
 
 const void* kernel_of(const qwen_vl_decode_model& m) {
   return m.dtype == 0 ? step_kernel_bf16(m.form, m.head_form)
@@ -135,15 +129,8 @@ QWEN_VL_API int qwen_vl_decode_step(const qwen_vl_decode_model* model,
     return refuse(QWEN_VL_SHORT_BUFFER, message, size,
                   "a workspace of %lld bytes for %d blocks; this GPU has %d",
                   static_cast<long long>(model->workspace_bytes), model->blocks, blocks);
-  if (launch->count < 1 || launch->count > kRows || launch->steps < 1 ||
-      !fits(*model, launch->count, shared))
-    return refuse(QWEN_VL_BAD_SIZE, message, size, "%d steps of %d sequences", launch->steps,
-                  launch->count);
-  for (int i = 0; i < launch->count; ++i)
-    if (launch->slot[i] < 0 || launch->slot[i] >= kRows)
-      return refuse(QWEN_VL_BAD_SIZE, message, size, "slot %d of %d", launch->slot[i], kRows);
-  if (launch->logits && launch->steps != 1)
-    return refuse(QWEN_VL_BAD_SIZE, message, size, "logits of %d steps at once", launch->steps);
+  const auto fit = [&](int count) { return fits(*model, count, shared); };
+  if (const int refused = decode::check_launch(*launch, fit, message, size)) return refused;
   const int bytes = set_launch(*launch, shared, &p);
   const void* kernel = kernel_of(*model);
   const cudaStream_t queue = static_cast<cudaStream_t>(stream);

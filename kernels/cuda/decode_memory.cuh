@@ -56,13 +56,7 @@ inline bool fits(const qwen_vl_decode_model& m, int rows, int limit) {
 
 // Cuts the workspace up; returns its size.
 inline int64_t place(const qwen_vl_decode_model& m, Params* p) {
-  uint8_t* const start = static_cast<uint8_t*>(m.workspace);
-  int64_t used = 0;
-  auto take = [&](int64_t bytes) {
-    uint8_t* at = start + used;
-    used += (bytes + 255) / 256 * 256;
-    return at;
-  };
+  Workspace take(static_cast<uint8_t*>(m.workspace));
   const int64_t row = 4ll * kRows * m.width, heads = 1ll * kRows * m.heads;
   Params q = {};
   q.state = reinterpret_cast<qwen_vl_decode_row*>(take(kRows * sizeof(qwen_vl_decode_row)));
@@ -79,7 +73,7 @@ inline int64_t place(const qwen_vl_decode_model& m, Params* p) {
   q.best = reinterpret_cast<Best*>(take(1ll * kRows * m.blocks * sizeof(Best)));
   q.m = m;
   if (p) *p = q;
-  return used;
+  return take.used;
 }
 
 // Completes the parameters of a launch; returns its bytes of shared memory.

@@ -136,6 +136,19 @@ __device__ inline uint4 load_far16(const void* p) {
   return __ldcg(reinterpret_cast<const uint4*>(p));
 }
 
+// Cuts a workspace up from its start, in pieces that begin at multiples of 256 bytes.
+struct Workspace {
+  uint8_t* const start;
+  int64_t used = 0;
+
+  explicit Workspace(uint8_t* at) : start(at) {}
+  uint8_t* operator()(int64_t bytes) {
+    uint8_t* const piece = start + used;
+    used += (bytes + 255) / 256 * 256;
+    return piece;
+  }
+};
+
 }  // namespace decode
 }  // namespace qwen_vl
 #endif  // QWEN_VL_DECODE_TYPES_CUH_

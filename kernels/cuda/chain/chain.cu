@@ -6,12 +6,14 @@
 #include <vector>
 
 #include "../../cpu/check.h"
+#include "../decode_host.h"
 #include "../decode_sample.cuh"
 #include "kernels.h"
 #include "plan.cuh"
 
 using namespace qwen_vl;
 using namespace qwen_vl::chain;
+using qwen_vl::decode::failed;
 
 namespace {
 
@@ -21,13 +23,6 @@ __global__ void __launch_bounds__(32 * kRows) choose_kernel(const __grid_constan
 __global__ void write_state(qwen_vl_decode_row* to, const qwen_vl_decode_row row) { *to = row; }
 __global__ void write_launch(qwen_vl_decode_launch* to, const qwen_vl_decode_launch launch) {
   *to = launch;
-}
-
-int failed(cudaError_t error, const char* what, char* message, size_t size) {
-  if (error == cudaSuccess) return QWEN_VL_OK;
-  cudaGetLastError();  // so that the next call does not report it again
-  return refuse(QWEN_VL_CUDA_ERROR, message, size, "%s: %s (CUDA error %d)", what,
-                cudaGetErrorString(error), static_cast<int>(error));
 }
 
 const void* product_of(const qwen_vl_decode_model& m, int op, int rows, bool slim = false) {
@@ -252,15 +247,8 @@ QWEN_VL_API int qwen_vl_chain_step(qwen_vl_decode_chain* chain,
                                    char* message, size_t size) {
   if (!chain || !launch || !launch->results)
     return refuse(QWEN_VL_NULL_POINTER, message, size, "no chain, launch or results");
-  if (launch->count < 1 || launch->count > kRows || launch->steps < 1 ||
-      !chain->fits(launch->count))
-    return refuse(QWEN_VL_BAD_SIZE, message, size, "%d steps of %d sequences", launch->steps,
-                  launch->count);
-  for (int i = 0; i < launch->count; ++i)
-    if (launch->slot[i] < 0 || launch->slot[i] >= kRows)
-      return refuse(QWEN_VL_BAD_SIZE, message, size, "slot %d of %d", launch->slot[i], kRows);
-  if (launch->logits && launch->steps != 1)
-    return refuse(QWEN_VL_BAD_SIZE, message, size, "logits of %d steps at once", launch->steps);
+  const auto fit = [&](int count) { return chain->fits(count); };
+  if (const int refused = decode::check_launch(*launch, fit, message, size)) return refused;
   const cudaStream_t queue = static_cast<cudaStream_t>(stream);
   cudaError_t e = cudaSuccess;
   if (!chain->graph[launch->count]) e = chain->build(launch->count);

@@ -17,13 +17,7 @@ constexpr int kOps = 5;
 
 // Cuts the workspace up, the rows first; returns its size.
 inline int64_t place(const qwen_vl_decode_model& m, Model* to) {
-  uint8_t* const start = static_cast<uint8_t*>(m.workspace);
-  int64_t used = 0;
-  auto take = [&](int64_t bytes) {
-    uint8_t* at = start + used;
-    used += (bytes + 255) / 256 * 256;
-    return at;
-  };
+  decode::Workspace take(static_cast<uint8_t*>(m.workspace));
   const int64_t heads = 1ll * kRows * m.heads, dim = m.head_dim;
   Model p = {};
   p.width = m.width;
@@ -48,7 +42,7 @@ inline int64_t place(const qwen_vl_decode_model& m, Model* to) {
   p.best = reinterpret_cast<Best*>(take(1ll * kRows * m.blocks * sizeof(Best)));
   take(256);  // a flag of the other form of the step, which stays zero (stuck_of)
   if (to) *to = p;
-  return used;
+  return take.used;
 }
 inline int* stuck_of(const Model& m, int blocks) {
   return reinterpret_cast<int*>(reinterpret_cast<uint8_t*>(m.best) +
