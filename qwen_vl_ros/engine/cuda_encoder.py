@@ -146,10 +146,8 @@ class CudaEncoder:
             return self._merged[:layout.count // 4].clone()
 
     def release(self) -> None:
-        """Give buffers and graphs back; the next pass makes them again."""
+        """Give buffers and graphs back; the next pass makes them again, by the same choices."""
         self.graphs.clear()
-        self.activated.clear()
-        self.rotated.clear()
         self._rows = self._tiles = 0
         self._filled = None
         for name in ('_bytes', '_x', '_y', '_wide', '_merged', '_spots', '_tile_list', '_codes',
@@ -294,8 +292,9 @@ class CudaEncoder:
         for linear in (enc.merge_fc1, enc.merge_fc2):
             self.products.tune(rows // 4, [linear.weight], [linear.bias])
         if rows not in self.activated:
-            self.activated[rows] = self._activated_pays(rows)
-            self.rotated[rows] = self._rotated_pays(rows)
+            # Together: memory may run out in between, and half a choice would be kept.
+            self.activated[rows], self.rotated[rows] = (
+                self._activated_pays(rows), self._rotated_pays(rows))
 
     def _fastest_form(self, rows: int, tiles: int) -> str:
         """Return the form of attention that is fastest on the segments that were filled in."""

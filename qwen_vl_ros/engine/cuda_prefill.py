@@ -163,9 +163,8 @@ class CudaPrefill:
         return max(1, min(most, max(STEP, int(rows) // STEP * STEP)))
 
     def release(self) -> None:
-        """Give buffers and graphs back; the next chunk makes them again."""
+        """Give buffers and graphs back; the next chunk makes them again, by the same choices."""
         self.graphs.clear()
-        self.ways.clear()
         self._rows = 0
         for name in ('_x', '_y', '_qkv', '_wide', '_hidden', '_turns', '_positions', '_chart',
                      '_span', '_ends'):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
+import torch
 
 from qwen_vl_ros.engine.errors import EngineError
 from qwen_vl_ros.engine.types import Request, Visual
@@ -27,3 +32,24 @@ def refusal(engine, request, **more):
     with pytest.raises(EngineError) as caught:
         list(engine.answer(request, **more))
     return caught.value
+
+
+@contextmanager
+def no_memory() -> Iterator[None]:
+    """Let every allocation on the GPU fail that is larger than a few kilobytes."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-6)
+    taken = []
+    size = 1 << 30
+    try:
+        # Blocks that the allocator keeps from earlier tests would serve the request.
+        while size >= 4096:
+            try:
+                taken.append(torch.empty(size, dtype=torch.uint8, device='cuda'))
+            except torch.cuda.OutOfMemoryError:
+                size //= 2
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        taken.clear()

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from engine_asking import QUESTION, ask, names
+from engine_asking import QUESTION, ask, names, no_memory
 
 from qwen_vl_ros.engine.device import memory_available, pick_dtype
 from qwen_vl_ros.engine.engine import Engine
@@ -90,12 +90,8 @@ def test_running_out_of_gpu_memory_gives_it_back(folders, picture):
     assert free and free == pytest.approx(torch.cuda.mem_get_info()[0], rel=0.1)
     assert pick_dtype('auto', engine.model.device) == torch.bfloat16
     engine.forget()
-    torch.cuda.empty_cache()  # blocks kept by the allocator would serve the request
-    torch.cuda.set_per_process_memory_fraction(1e-6)
-    try:
+    with no_memory():
         with pytest.raises(Exception, match='out of memory') as caught:
             ask(engine, QUESTION, picture(1280, 720))
         assert caught.value.code.name == 'OUT_OF_MEMORY'
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
     assert ask(engine, QUESTION, picture(448, 336)).token_ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from engine_asking import no_memory
 
 from qwen_vl_ros.engine.checkpoint import expected_shapes
 from qwen_vl_ros.engine.config import LanguageConfig, ModelConfig, VisionConfig
@@ -158,13 +159,8 @@ def test_after_running_out_of_memory_the_next_picture_works(model):
     expected = vision.encode(patches_of(grid), grid)
     large = patches_of((1, 64, 80))
     vision.fused.release()
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(1e-6)
-    try:
-        with pytest.raises(torch.cuda.OutOfMemoryError):
-            vision.encode(large, (1, 64, 80))
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    with no_memory(), pytest.raises(torch.cuda.OutOfMemoryError):
+        vision.encode(large, (1, 64, 80))
     assert torch.equal(expected, vision.encode(patches_of(grid), grid))
 
 
