@@ -27,10 +27,13 @@ from benchmarks.records import CannotRun, Record, median, record
 from benchmarks.stages._engines import picture, timed_engine
 from benchmarks.stages._node import SHAPE, SIZE, Node, interval, windows
 from benchmarks.stages.answer import ask
+from qwen_vl_ros.engine import model
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.stages import DeviceClock
 from qwen_vl_ros.measure.export import Exports, Finished, open_exports
 from qwen_vl_ros.measure.timeline import Span, Timeline
+
+COST = {'bytes_read': 1, 'bytes_written': 1, 'flops': 1}
 
 #: Answers of a window.
 ANSWERS = 8
@@ -207,6 +210,8 @@ def bare(loaded: Engine, pictures: list[np.ndarray], args: argparse.Namespace,
                 if name == 'bare':
                     for kind in (Timeline, DeviceClock):
                         patches.enter_context(mock.patch.object(kind, 'stage', nothing))
+                    patches.enter_context(mock.patch.object(
+                        model, 'timed_step', lambda rows, cost, run: run()))
                 started = time.perf_counter_ns()
                 line = ask(loaded, pictures[number % 8], args.tokens)
                 line.busy_ms()  # reading them is a part
@@ -215,15 +220,14 @@ def bare(loaded: Engine, pictures: list[np.ndarray], args: argparse.Namespace,
 
 
 def span_cost_us(device: torch.device, count: int = 5_000) -> float:
-    """Return what recording and reading a stage costs the host, microseconds."""
+    """Return what recording and reading a decode step costs the host, microseconds."""
     best = float('inf')
     for _ in range(5):
         timeline = Timeline()
         clock = DeviceClock(timeline, device)
         started = time.perf_counter_ns()
         for _ in range(count):
-            with clock.stage('token', bytes_read=1, bytes_written=1, flops=1):
-                pass
+            model.timed_step([(clock, 1)], lambda past: COST, lambda: None)
         recorded = time.perf_counter_ns()
         if device.type == 'cuda':
             torch.cuda.synchronize(device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import cached_property
 
 import numpy as np
@@ -20,7 +19,7 @@ from qwen_vl_ros.engine.language import LanguageModel
 from qwen_vl_ros.engine.offload import Offload, Prepared
 from qwen_vl_ros.engine.parts import Part, whole
 from qwen_vl_ros.engine.prompt import Prompt, VisualToken
-from qwen_vl_ros.engine.stages import DeviceClock
+from qwen_vl_ros.engine.stages import DeviceClock, timed_step
 from qwen_vl_ros.engine.vision import VisionEncoder
 from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.measure.transport import HandOver
@@ -191,12 +190,10 @@ class Model:
         :return: choices by slot.
         """
         share = self.read_bytes[1] // len(rows)
-        with ExitStack() as stages:
-            for clock, past in rows:
-                cost = costs.decoder_cost(
-                    self.config.language, 1, past, 1, share, self.element_size)
-                stages.enter_context(clock.stage('token', shared=len(rows), **cost))
-            return self.decoder.step(allowed)
+        return timed_step(
+            rows, lambda past: costs.decoder_cost(
+                self.config.language, 1, past, 1, share, self.element_size),
+            lambda: self.decoder.step(allowed))
 
     @torch.inference_mode()
     def all_logits(self, prompt: Prompt, features: Sequence[Placed]) -> Tensor:

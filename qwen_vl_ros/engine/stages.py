@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from qwen_vl_ros.engine.lanes import active_lane
 from qwen_vl_ros.measure.timeline import Span, Timeline
+
+T = TypeVar('T')
 
 #: Events kept for each device: making them takes longer than recording them.
 SPARE = 512
@@ -24,9 +26,8 @@ class DeviceClock:
     Records stages of one request on its device.
 
     On a CPU that is the host clock. On CUDA each stage is a pair of events; they are read when the
-    timeline is, placed on the host clock by one event recorded at the start of the request. A step
-    that follows another one in the same lane has an event at its end alone: it begins with the end
-    of the one before, or when the host launches it, whatever comes later.
+    timeline is, placed on the host clock by one event recorded at the start of the request. Decode
+    steps are timed by :func:`timed_step`.
 
     :param timeline: receives the spans.
     :param device: where the stages run.
@@ -36,7 +37,7 @@ class DeviceClock:
         self._timeline = timeline
         self._device = device
         self._spare = _SPARE.setdefault(device, [])
-        #: The newest step.
+        #: The newest span, where it is a decode step's.
         self._step: Span | None = None
         if device.type == 'cuda':
             self._name = str(device)
@@ -64,11 +65,8 @@ class DeviceClock:
             return
         stream = torch.cuda.current_stream(self._device)
         lane = f'{self._name} {active_lane()}'.rstrip()
-        before = self._step if name == 'token' else None
-        begin = None
-        if before is None or before.stream != lane:
-            begin = self._event()
-            begin.record(stream)
+        begin = self._event()
+        begin.record(stream)
         started = time.monotonic_ns()
         try:
             yield
@@ -78,14 +76,12 @@ class DeviceClock:
             span = self._timeline.add(
                 name, started, time.monotonic_ns(), stream=lane, **cost,
                 **(later() if later else {}))
-            self._step = span if name == 'token' else None
+            self._step = None
 
             def resolve(span: Span) -> None:
-                span.end_ns = self._read(end)
-                if begin is not None:
-                    span.start_ns = self._read(begin)
-                elif before is not None:
-                    span.start_ns = max(started, before.end_ns)
+                span.start_ns, span.end_ns = self._read(begin), self._read(end)
+                self._spare_again(begin)
+                self._spare_again(end)
 
             span._resolve = resolve
 
@@ -96,16 +92,110 @@ class DeviceClock:
             return torch.cuda.Event(enable_timing=True)
 
     def _read(self, event: torch.cuda.Event) -> int:
-        """Return when an event came, nanoseconds of the host's clock; it can be used again."""
+        """Return when an event came, nanoseconds of the host's clock."""
         try:
             ms = self._origin.elapsed_time(event)
         except RuntimeError:  # it has not come; asking first would take as long as reading
             event.synchronize()
             ms = self._origin.elapsed_time(event)
-        ns = self._origin_ns + int(ms * 1e6)
+        return self._origin_ns + int(ms * 1e6)
+
+    def _spare_again(self, event: torch.cuda.Event) -> None:
         if len(self._spare) < SPARE:
             self._spare.append(event)
-        return ns
+
+
+class _Step:
+    """
+    When a decode step began and ended, for all requests in it.
+
+    :param clock: of any of them.
+    :param begin: ``None`` where all of them had the step before in the same lane: this one began
+        with the end of that, or when the host launched it, whatever came later.
+    :param users: how many will read it.
+    """
+
+    __slots__ = ('_clock', '_last', 'begin', 'end')
+
+    def __init__(self, clock: DeviceClock, begin: torch.cuda.Event | None, end: torch.cuda.Event,
+                 users: int) -> None:
+        self.begin, self.end = begin, end
+        self._clock = clock
+        self._last = [True] + [False] * (users - 1)
+
+    def read(self) -> None:
+        """Be told that a user has read; after the last one the events can be used again."""
+        if self._last.pop():  # of one thread alone, whoever reads at the same time
+            self._clock._spare_again(self.end)
+            if self.begin is not None:
+                self._clock._spare_again(self.begin)
+
+
+class _StepOf:
+    """What a request's span of a decode step is read from."""
+
+    __slots__ = ('before', 'clock', 'cost', 'past', 'step')
+
+    def __init__(self, step: _Step | None, clock: DeviceClock, before: Span | None,
+                 cost: Callable[[int], Mapping[str, Any]], past: int) -> None:
+        self.step, self.clock, self.before = step, clock, before
+        self.cost, self.past = cost, past
+
+    def __call__(self, span: Span) -> None:
+        vars(span).update(self.cost(self.past))
+        step = self.step
+        if step is None:
+            return
+        span.end_ns = self.clock._read(step.end)
+        if self.before is not None:
+            span.start_ns = max(span.start_ns, self.before.end_ns)
+        elif step.begin is not None:
+            span.start_ns = self.clock._read(step.begin)
+        step.read()
+
+
+def timed_step(
+    rows: Sequence[tuple[DeviceClock, int]], cost: Callable[[int], Mapping[str, Any]],
+    run: Callable[[], T],
+) -> T:
+    """
+    Run a decode step, and note it in the timelines of all requests in it.
+
+    It comes for every token, so that what it takes counts: one event for all, and costs are
+    computed by whoever reads the timeline.
+
+    :param rows: each request's clock, all of one device, and the positions that it has cached.
+    :param cost: of a request's share of the step, by those positions.
+    :param run: launches it and waits for what was chosen.
+    :return: what that returns; a step that fails is in no timeline.
+    """
+    first = rows[0][0]
+    on_gpu = first._device.type == 'cuda'
+    lane, begin = 'cpu', None
+    if on_gpu:
+        lane = f'{first._name} {active_lane()}'.rstrip()
+        stream = torch.cuda.current_stream(first._device)
+        for clock, _ in rows:
+            if clock._step is None or clock._step.stream != lane:
+                begin = first._event()
+                begin.record(stream)
+                break
+    started = time.monotonic_ns()
+    out = run()
+    step = None
+    if on_gpu:
+        end = first._event()
+        end.record(stream)
+        step = _Step(first, begin, end, len(rows))
+    ended = time.monotonic_ns()
+    for clock, past in rows:
+        before = clock._step
+        if before is not None and before.stream != lane:
+            before = None
+        span = clock._timeline.add('token', started, ended, stream=lane, shared=len(rows))
+        span._resolve = _StepOf(step, clock, before, cost, past)
+        clock._step = span
+    return out
 
 
 class Arriving:

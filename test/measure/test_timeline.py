@@ -140,10 +140,11 @@ def test_steps_on_a_device_begin_where_the_last_one_ended_or_when_they_are_launc
     gpu = Gpu(monkeypatch)
     timeline = Timeline()
     clock = stages.DeviceClock(timeline, torch.device('cuda', 0))
-    for name, ms, pause in (('prefill', 4, 1), ('token', 2, 1), ('token', 3, 0.5),
-                            ('token', 2, 9), ('token', 2, 0)):
-        with clock.stage(name):
-            gpu.launch(ms)
+    with clock.stage('prefill'):
+        gpu.launch(4)
+    gpu.host += 1
+    for ms, pause in ((2, 1), (3, 0.5), (2, 9), (2, 0)):
+        stages.timed_step([(clock, 1)], lambda past: {}, lambda ms=ms: gpu.launch(ms))
         gpu.host += pause
     # Launched at 0, 1, 2, 2.5 and 11.5 ms; the device falls behind, then waits.
     assert [(s.name, s.start_ns - timeline.start_ns, s.end_ns - timeline.start_ns)
