@@ -44,6 +44,8 @@ LOG = logging.getLogger('qwen_vl_ros.engine')
 
 #: Steps under way at a time: the one waited for and those that the GPU goes on with meanwhile.
 AHEAD = 2
+#: The same of a sequence that goes along with one that came later; ``release`` waits for them.
+MOST_AHEAD = 4
 #: Seconds after which a step that gave no result is an error.
 PATIENCE = 20.0
 #: Seconds of asking without a pause; a step is about one millisecond.
@@ -153,11 +155,14 @@ class CudaDecoder:
                 self._place(slot, s)
             s.mask = masks.get(slot)
         while True:
-            due = [slot for slot, s in active.items() if s.launched - s.taken < self._target(s)]
-            if not due:
+            if not any(s.launched - s.taken < self._target(s, AHEAD) for s in active.values()):
                 break
-            for at in range(0, len(due), self.kernels.rows):
-                self._launch(due[at:at + self.kernels.rows])
+            # One who came later is behind the others. They go along when it catches up: a step
+            # that is shared costs little more, one of its own would be a step's time for nothing.
+            going = [slot for slot, s in active.items()
+                     if s.launched - s.taken < self._target(s, MOST_AHEAD)]
+            for at in range(0, len(going), self.kernels.rows):
+                self._launch(going[at:at + self.kernels.rows])
         found = {}
         for slot, s in active.items():
             found[slot] = self._wait(slot, s)
@@ -165,12 +170,12 @@ class CudaDecoder:
             s.token = found[slot].token
         return found
 
-    def _target(self, s: Flying) -> int:
-        """Return how many steps of a sequence should be under way."""
+    def _target(self, s: Flying, most: int) -> int:
+        """Return how many steps of a sequence, at most so many, may be under way."""
         room = s.row.cache.capacity - s.row.cache.length
         if s.row.steps is not None:
             room = min(room, s.row.steps)
-        return max(1, min(1 if s.mask is not None else AHEAD, room))
+        return max(1, min(1 if s.mask is not None else most, room))
 
     def _launch(self, slots: list[int]) -> None:
         flying = [self._slots[slot] for slot in slots]

@@ -43,6 +43,29 @@ def test_tokens_are_those_of_the_plain_decoder(pair):
     assert (caches[0][0].tokens[20:24] == caches[1][0].tokens[20:24]).all()
 
 
+def test_who_comes_later_never_steps_alone(pair):
+    decoder = pair[0]
+    first, late = filled(decoder.language, (20, 7))
+    alone, launched = [], []
+    step = decoder.kernels.step
+    decoder.kernels.step = lambda slots, *a, **k: (launched.append(list(slots)),
+                                                   step(slots, *a, **k))
+    a = decoder.admit(Row(first, 0, steps=9), 7)
+    decoder.step()
+    b = decoder.admit(Row(late, 0, steps=3), 9)
+    for _ in range(3):
+        decoder.step()
+    # Two ahead of the first; then both until nothing of the second is left to launch.
+    assert launched == [[a], [a], [a, b], [a, b], [a, b]]
+    plain = pair[1]
+    theirs = [plain.admit(Row(c, 0), t) for c, t in zip(filled(plain.language, (20, 7)), (7, 9))]
+    for _ in range(3):
+        alone.append(plain.step())
+    assert late.tokens[7:10].tolist() == [9, *(found[theirs[1]].token for found in alone[:2])]
+    assert first.tokens[20:24].tolist() == [
+        7, *(found[theirs[0]].token for found in alone)]
+
+
 def test_sequences_join_and_leave(pair):
     own, other = (filled(pair[0].language, (20, 7)) for _ in pair)
     (a,), (b,) = ([d.admit(Row(c[0], 0), 7)] for d, c in zip(pair, (own, other)))
