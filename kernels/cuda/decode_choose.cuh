@@ -81,6 +81,7 @@ __device__ inline void publish(qwen_vl_decode_result* to, int token, float proba
   to->probability = probability;
   to->margin = margin;
   to->flags = flags;
+  to->at = clock_ns();
   __threadfence_system();
   *reinterpret_cast<volatile int64_t*>(&to->ready) = serial + 1;
 }

@@ -87,7 +87,7 @@ typedef struct {
   float probability, margin;
   int32_t flags;
   int64_t ready;
-  int64_t reserved;
+  int64_t at; /* when it was chosen, nanoseconds of the device's own clock */
 } qwen_vl_decode_result;
 
 typedef struct {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -85,6 +86,37 @@ class Flying(Running):
     taken: int = 0
     launched: int = 0
     mask: Tensor | None = None
+    #: When the steps under way were launched, monotonic clock, nanoseconds.
+    launches: deque[int] = field(default_factory=deque)
+
+
+class Stamps:
+    """
+    Places a device's stamps on the host's clock.
+
+    No stamp is seen before it was made: the shortest time from stamp to sight so far is taken for
+    the distance of the clocks. It may grow, as one of them runs slower than the other.
+    """
+
+    #: Nanoseconds by which clocks may run apart in one.
+    DRIFT = 1e-4
+
+    def __init__(self) -> None:
+        self._apart: int | None = None
+        self._seen = 0
+
+    def host_ns(self, stamp: int, seen: int) -> int:
+        """
+        Return when a stamp was made, nanoseconds of the host's clock.
+
+        :param stamp: nanoseconds of the device's clock.
+        :param seen: when the host saw it.
+        """
+        apart = seen - stamp
+        if self._apart is not None:
+            apart = min(apart, self._apart + int((seen - self._seen) * self.DRIFT))
+        self._apart, self._seen = apart, seen
+        return stamp + apart
 
 
 class CudaDecoder:
@@ -114,6 +146,7 @@ class CudaDecoder:
         self._slots: list[Flying | None] = [None] * min(slots, SLOTS)
         self._serial = [0] * len(self._slots)
         self._logits: Tensor | None = None
+        self._stamps = Stamps()
 
     def admit(self, row: Row, token: int) -> int:
         """See :meth:`Decoder.admit`."""
@@ -152,6 +185,7 @@ class CudaDecoder:
             if slot in masks and s.launched > s.taken:
                 # Steps under way know nothing of the grammar: begin again where the host is.
                 s.taken = s.launched
+                s.launches.clear()
                 self._place(slot, s)
             s.mask = masks.get(slot)
         while True:
@@ -186,9 +220,11 @@ class CudaDecoder:
                 (SLOTS, self.language.config.vocab), device=self.language.device)
         self.kernels.step(slots, [s.mask if s else None for s in flying],
                           logits=self._logits if filtered else None)
+        now = time.monotonic_ns()
         for s in flying:
             if s is not None:
                 s.launched += 1
+                s.launches.append(now)
 
     def _place(self, slot: int, s: Flying) -> None:
         sampling, cache = s.row.sampling, s.row.cache
@@ -210,7 +246,8 @@ class CudaDecoder:
         if s.row.steps is not None:
             s.row = _one_less(s.row)
         return Choice(int(result['token']), float(result['probability']),
-                      float(result['margin']), bool(flags & FINITE))
+                      float(result['margin']), bool(flags & FINITE), s.launches.popleft(),
+                      self._stamps.host_ns(int(result['at']), time.monotonic_ns()))
 
     def _await(self, slot: int, serial: int) -> bool:
         """Wait for a result; tell whether it came."""

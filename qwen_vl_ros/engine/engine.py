@@ -323,7 +323,7 @@ class Engine:
                 slot = run.admit(last) if run.slot is None else run.slot
                 allowed = run.allowed(last)
                 choice = self.model.step(
-                    [(run.clock, run.prefilled)],
+                    {slot: (run.clock, run.prefilled)},
                     {} if allowed is None else {slot: allowed})[slot]
             last = choice.token
             delta = run.accept(choice)

@@ -37,12 +37,18 @@ class Choice:
     :param probability: of the token under the model's own distribution (temperature 1).
     :param margin: logit distance of the best and the second-best token.
     :param finite: whether all logits were finite.
+    :param launched_ns: when its step was launched, by the host's monotonic clock; 0 where that is
+        when it was asked for.
+    :param ended_ns: when its step had ended on the device, by the same clock; 0 where that is when
+        it was returned.
     """
 
     token: int
     probability: float
     margin: float
     finite: bool
+    launched_ns: int = field(default=0, compare=False)
+    ended_ns: int = field(default=0, compare=False)
 
 
 def choose(

@@ -179,13 +179,13 @@ class Model:
             return choice_row(self.language.logits(hidden)[0], sampling, generator, allowed)
 
     def step(
-        self, rows: Sequence[tuple[DeviceClock, int]], allowed: Mapping[int, Tensor],
+        self, rows: Mapping[int, tuple[DeviceClock, int]], allowed: Mapping[int, Tensor],
     ) -> dict[int, Choice]:
         """
         Run one token of every sequence that the decoder holds.
 
-        :param rows: clock and cached positions of each. The weights are read once for all: each
-            is charged its share of them.
+        :param rows: clock and cached positions of each, by slot. The weights are read once for
+            all: each is charged its share of them.
         :param allowed: see :meth:`Decoder.step`.
         :return: choices by slot.
         """

@@ -27,9 +27,6 @@ LOG = logging.getLogger(__name__)
 #: Units of work put onto a GPU between two decode steps at most.
 UNITS = 4
 
-#: Decode steps of standing questions that may follow units of vision at once.
-OWED = 2
-
 #: Timelines that the bubble is computed from.
 KEPT = 64
 
@@ -57,7 +54,6 @@ class Rounds:
         self._draining: list[Task] = []
         self._acquired = Mark()
         self._units = UNITS if device.type == 'cuda' else 1
-        self._steps_owed = 0
 
     def add(self, task: Task) -> None:
         """Take a request in whose planning has begun."""
@@ -120,32 +116,22 @@ class Rounds:
         clock = self._clock(task)
         with track.vision.active():
             task.adopted = self.engine.model.encode_part(visual, prepared, whole(visual), clock)
-        task.early_mark = self._took(track, track.vision, task)
+        task.early_mark = track.took(track.vision, task)
         return True
-
-    def _took(self, track: Track, lane: Lane, task: Task) -> Mark:
-        self._steps_owed = min(self._steps_owed + 1, OWED)
-        return track.took(lane, task)
 
     def _held(self, tasks: Iterable[Task]) -> bool:
         """
         Say whether decoding lets vision go first now.
 
-        A decode step and the encoder both want the whole device. Steps that come one a unit of
-        vision are shared by more sequences than steps that run as they can; for a standing
-        question that is the better use of the device. Whoever waits for words is not held up, and
-        the pictures of an urgent question go before the words of standing ones.
+        A decode step and the encoder both want the whole device. Steps that wait until no frame
+        can be taken up are shared by more sequences than steps that run as they can; for standing
+        questions that is the better use of the device (measured: kernels/cuda/prompts.md). Whoever
+        waits for words is not held up, and the pictures of an urgent question go before the words
+        of standing ones.
         """
         if any(task.priority < Priority.CONTINUOUS for task in tasks):
             return False
-        if self._tracks[True].busy:
-            return True
-        if not self._tracks[False].busy:
-            return False
-        if self._steps_owed:
-            self._steps_owed -= 1
-            return False
-        return True
+        return any(track.busy for track in self._tracks.values())
 
     def _track(self, task: Task) -> Track:
         return self._tracks[task.priority < Priority.CONTINUOUS]
@@ -205,7 +191,7 @@ class Rounds:
         start = look.ready
         with track.vision.active():
             run.encode(look, patches)
-        task.encoded.append((start, look.ready, self._took(track, track.vision, task)))
+        task.encoded.append((start, look.ready, track.took(track.vision, task)))
         if not look.parts:
             task.patches.pop(look.visual.key, None)
         return True
@@ -242,7 +228,7 @@ class Rounds:
             if self._units > 1 and run.prefilled == run.prompt.ids.size:
                 # At once: its many small kernels are launched while the GPU is at the prefill.
                 run.launch_first()
-        self._took(track, track.prefill, task)
+        track.took(track.prefill, task)
         return True
 
     def decode(self) -> bool:
@@ -276,7 +262,7 @@ class Rounds:
     def _step(self, rows: dict[int, tuple[Task, Running]],
               allowed: dict[int, Tensor]) -> dict[int, Choice]:
         """Step all; where there is no memory for it, once more without what is only kept."""
-        clocks = [(run.clock, run.prefilled) for _, run in rows.values()]
+        clocks = {slot: (run.clock, run.prefilled) for slot, (_, run) in rows.items()}
         for again in (True, False):
             try:
                 with self._decode_lane.active():

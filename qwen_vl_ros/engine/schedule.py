@@ -100,6 +100,8 @@ class Scheduler:
         self._error = EngineError(ErrorCode.INACTIVE, 'the scheduler was stopped')
         self._thread: threading.Thread | None = None
         self._host = ThreadPoolExecutor(2, 'prepare')
+        #: What :meth:`_plan_rest` is to do.
+        self._begun: list[tuple[Future[Running], Task, Running]] = []
 
     # Any thread
 
@@ -260,6 +262,7 @@ class Scheduler:
         """
         self._take_up()
         worked = self._rounds.advance()
+        self._plan_rest()
         worked |= self._rounds.decode()
         return self._rounds.drain() or worked
 
@@ -309,16 +312,32 @@ class Scheduler:
 
     def _begin_here(self, task: Task) -> Future[Running]:
         """
-        Plan here what the encoder waits for, where nobody else wants this thread; the rest beside.
+        Plan here what the encoder waits for, where nobody else wants this thread.
 
         Each hand-over to another thread takes as long as cutting a picture into patches.
         """
+        planned: Future[Running] = Future()
         try:
-            return self._prepare(self._end_plan, task, self._begin_plan(task))
+            self._begun.append((planned, task, self._begin_plan(task)))
         except Exception as error:
-            failed: Future[Running] = Future()
-            failed.set_exception(error)
-            return failed
+            planned.set_exception(error)
+        return planned
+
+    def _plan_rest(self) -> None:
+        """
+        Plan the rest of what was begun here, on the host's threads.
+
+        Not before the encoder is at work: its launch would wait for the interpreter.
+        """
+        begun, self._begun = self._begun, []
+        for one in begun:
+            self._prepare(self._end_begun, *one)
+
+    def _end_begun(self, planned: Future[Running], task: Task, run: Running) -> None:
+        try:
+            planned.set_result(self._end_plan(task, run))
+        except Exception as error:
+            planned.set_exception(error)
 
     def _plan(self, task: Task) -> Running:
         """Lay a request out and make its first patches, on the host's thread."""

@@ -21,7 +21,7 @@ FINITE, STUCK = 1, 2
 DTYPES = (torch.bfloat16, torch.float16)
 #: ``qwen_vl_decode_result``.
 RESULT = np.dtype([('token', '<i4'), ('probability', '<f4'), ('margin', '<f4'), ('flags', '<i4'),
-                   ('ready', '<i8'), ('reserved', '<i8')])
+                   ('ready', '<i8'), ('at', '<i8')])
 
 _MESSAGE = 512
 _int, _long, _pointer, _float = (ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_float)

@@ -57,6 +57,7 @@ class Driven(Scheduler):
     def settle(self):
         """Take up what waits, until all that the host does for it is done."""
         self._take_up()
+        self._plan_rest()
         for task in list(self._rounds.active):
             task.planning.exception()
             for patches in task.patches.values():

@@ -10,7 +10,7 @@ from engine_asking import QUESTION, ask, names, no_memory
 
 from qwen_vl_ros.engine.device import memory_available, pick_dtype
 from qwen_vl_ros.engine.engine import Engine
-from qwen_vl_ros.engine.stages import DeviceClock, timed_step
+from qwen_vl_ros.engine.stages import DeviceClock
 from qwen_vl_ros.engine.types import Request, Visual
 from qwen_vl_ros.measure.timeline import Timeline
 
@@ -52,40 +52,6 @@ def test_device_stages_are_read_with_the_timeline(monkeypatch):
     assert (encode.name, encode.flops, encode.stream) == ('encode', 7, 'cuda:0')
     assert (encode.start_ns - origin, encode.end_ns - origin) == (1000000, 2000000)
     assert (prefill.start_ns - origin, prefill.end_ns - origin) == (3000000, 4000000)
-
-
-def test_steps_share_their_events(monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'Event', FakeEvent)
-    monkeypatch.setattr(torch.cuda, 'current_stream', lambda device: None)
-    monkeypatch.setattr('qwen_vl_ros.engine.stages._SPARE', {})
-    lines = [Timeline(), Timeline()]
-    clocks = [DeviceClock(line, torch.device('cuda', 0)) for line in lines]
-
-    def step(*rows):
-        FakeEvent.ticks += 1  # what it takes
-        return timed_step([(clocks[i], past) for i, past in rows], lambda past: {
-            'flops': 10 * past}, lambda: 'chosen')
-
-    at = FakeEvent.ticks
-    assert step((0, 5)) == 'chosen'  # its events are the 2nd and 3rd tick
-    step((0, 6), (1, 2))  # 5th, since the second has no step before, and 6th
-    step((0, 7), (1, 3))  # the 8th alone
-    for clock in clocks:  # as if launched at once
-        for span in clock._timeline._spans:
-            span.start_ns = 0
-    first, second = ([(s.flops, s.shared, s.start_ns - c._origin_ns, s.end_ns - c._origin_ns)
-                      for s in line.spans] for line, c in zip(lines, clocks))
-    ms = 1_000_000
-    of_first, of_second = at - 1, at  # ticks of the clocks' own events
-    assert first == [
-        (50, 1, (at + 2 - of_first) * ms, (at + 3 - of_first) * ms),
-        (60, 2, (at + 3 - of_first) * ms, (at + 6 - of_first) * ms),
-        (70, 2, (at + 6 - of_first) * ms, (at + 8 - of_first) * ms)]
-    assert second == [
-        (20, 2, (at + 5 - of_second) * ms, (at + 6 - of_second) * ms),
-        (30, 2, (at + 6 - of_second) * ms, (at + 8 - of_second) * ms)]
-    spare = clocks[0]._spare
-    assert len(spare) == len({id(event) for event in spare}) == 5
 
 
 @pytest.mark.gpu

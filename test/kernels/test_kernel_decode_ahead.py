@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from decode_cases import SMALL, decoder, filled
 from test_kernel_decode import native  # noqa: F401
 from test_kernel_decode_chain import native as chain  # noqa: F401
 
-from qwen_vl_ros.engine.cuda_decoder import CudaDecoder
+from qwen_vl_ros.engine.cuda_decoder import CudaDecoder, Stamps
 from qwen_vl_ros.engine.decoder import Row, TorchDecoder
 from qwen_vl_ros.engine.errors import EngineError
 from qwen_vl_ros.kernels.loader import KernelError
@@ -64,6 +66,29 @@ def test_who_comes_later_never_steps_alone(pair):
     assert late.tokens[7:10].tolist() == [9, *(found[theirs[1]].token for found in alone[:2])]
     assert first.tokens[20:24].tolist() == [
         7, *(found[theirs[0]].token for found in alone)]
+
+
+def test_choices_say_when_their_step_was_launched_and_had_ended(pair, monkeypatch):
+    decoder = pair[0]
+    slot = decoder.admit(Row(filled(decoder.language, (20,))[0], 0), 7)
+    started = time.monotonic_ns()
+    found = [decoder.step()[slot] for _ in range(3)]
+    ended = time.monotonic_ns()
+    launched = [choice.launched_ns for choice in found]
+    assert started <= launched[0] < launched[1] < launched[2] <= ended
+    assert started < found[0].ended_ns <= ended
+
+
+def test_stamps_of_a_device_lie_on_the_host_clock():
+    stamps = Stamps()
+    # The device's clock is 1000 behind, and stamps are seen 50, 10, 70 and 30 later.
+    found = [stamps.host_ns(at, at + 1000 + late)
+             for at, late in ((100, 50), (200, 10), (300, 70), (400, 30))]
+    assert found == [1150, 1210, 1310, 1410]
+    # The clocks run apart by 50 in a second: the distance follows.
+    at = 1_000_000_000
+    assert stamps.host_ns(at, at + 1000 + 60) == at + 1060
+    assert stamps.host_ns(2 * at, 2 * at + 1000 + 500_000) == 2 * at + 1060 + 100_049
 
 
 def test_sequences_join_and_leave(pair):

@@ -11,6 +11,7 @@ import torch
 
 from qwen_vl_ros.engine import stages
 from qwen_vl_ros.engine.engine import Engine
+from qwen_vl_ros.engine.generate import Choice
 from qwen_vl_ros.engine.types import Done, Request, Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.measure.samples import Sample
@@ -142,22 +143,27 @@ def test_steps_on_a_device_begin_where_the_last_one_ended_or_when_they_are_launc
     clock = stages.DeviceClock(timeline, torch.device('cuda', 0))
     with clock.stage('prefill'):
         gpu.launch(4)
-    gpu.host += 1
+    gpu.host += 4.5  # the first token is waited for
     for ms, pause in ((2, 1), (3, 0.5), (2, 9), (2, 0)):
-        stages.timed_step([(clock, 1)], lambda past: {}, lambda ms=ms: gpu.launch(ms))
+        launched = time.monotonic_ns()
+        gpu.launch(ms)
+        chosen = {3: Choice(7, 1.0, 1.0, True, launched, round(gpu.busy_until * 1e6))}
+        assert stages.timed_step({3: (clock, 5)}, lambda past: {'flops': 10 * past},
+                                 chosen.copy) == chosen
         gpu.host += pause
-    # Launched at 0, 1, 2, 2.5 and 11.5 ms; the device falls behind, then waits.
-    assert [(s.name, s.start_ns - timeline.start_ns, s.end_ns - timeline.start_ns)
+    # Launched at 0, 4.5, 5.5, 6 and 15 ms; the device falls behind, then waits.
+    assert [(s.name, s.start_ns - timeline.start_ns, s.end_ns - timeline.start_ns, s.flops)
             for s in timeline.spans] == [
-        ('prefill', 0, 4 * MS), ('token', 4 * MS, 6 * MS), ('token', 6 * MS, 9 * MS),
-        ('token', 9 * MS, 11 * MS), ('token', 11.5 * MS, 13.5 * MS)]
-    # The origin, two of prefill, two of the first step and one of each further one.
-    assert gpu.events == 8
-    assert timeline.busy_ms() == timeline.total_ms() - 0.5
+        ('prefill', 0, 4 * MS, 0), ('token', 4.5 * MS, 6.5 * MS, 50),
+        ('token', 6.5 * MS, 9.5 * MS, 50), ('token', 9.5 * MS, 11.5 * MS, 50),
+        ('token', 15 * MS, 17 * MS, 50)]
+    # The origin and two of prefill: steps are stamped by the kernels.
+    assert gpu.events == 3
+    assert timeline.busy_ms() == timeline.total_ms() - 4
     again = Timeline()
     with stages.DeviceClock(again, torch.device('cuda', 0)).stage('encode'):
         gpu.launch(1)
-    assert again.ms('encode') == pytest.approx(1) and gpu.events == 9  # its origin
+    assert again.ms('encode') == pytest.approx(1) and gpu.events == 4  # its origin
 
 
 def test_of_two_threads_that_read_a_timeline_each_span_is_resolved_once():

@@ -25,11 +25,11 @@ __global__ void write_launch(qwen_vl_decode_launch* to, const qwen_vl_decode_lau
   *to = launch;
 }
 
-const void* product_of(const qwen_vl_decode_model& m, int op, int rows, bool slim = false) {
+const void* product_of(const qwen_vl_decode_model& m, int op, int rows, int ahead = kAhead) {
   const int form = op == kHead ? m.head_form : m.form;
   const bool wide = m.width > 8 * kThreads;
-  return m.dtype == 0 ? product_bf16(form, op, rows, wide, slim)
-                      : m.dtype == 1 ? product_fp16(form, op, rows, wide, slim) : nullptr;
+  return m.dtype == 0 ? product_bf16(form, op, rows, wide, ahead)
+                      : m.dtype == 1 ? product_fp16(form, op, rows, wide, ahead) : nullptr;
 }
 const void* attention_of(const qwen_vl_decode_model& m) {
   return m.dtype == 0 ? attention_bf16(m.head_dim) : attention_fp16(m.head_dim);
@@ -65,11 +65,14 @@ int check_model(const qwen_vl_decode_model* m, char* message, size_t size) {
   return QWEN_VL_OK;
 }
 
-int device_blocks(int* blocks, int* shared, bool* programmatic, char* message, size_t size) {
+int device_blocks(int* blocks, int* shared, int* all_shared, bool* programmatic, char* message,
+                  size_t size) {
   int device = 0, major = 0;
   cudaError_t e = cudaGetDevice(&device);
   if (!e) e = cudaDeviceGetAttribute(blocks, cudaDevAttrMultiProcessorCount, device);
   if (!e) e = cudaDeviceGetAttribute(shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (!e)
+    e = cudaDeviceGetAttribute(all_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   if (!e) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   *programmatic = major >= 9;
   return failed(e, "device attributes", message, size);
@@ -82,7 +85,7 @@ struct qwen_vl_decode_chain {
   std::vector<qwen_vl_decode_layer> layers;
   Model places;
   bool programmatic;
-  int shared;
+  int shared, all_shared;  // bytes of a block at most, and of a multiprocessor
   uint32_t late = 0;  // bits of ops, and of attention behind them
   cudaGraphExec_t graph[kRows + 1] = {};
   qwen_vl_decode_launch last = {};
@@ -111,18 +114,11 @@ struct qwen_vl_decode_chain {
     return cudaLaunchKernelExC(&config, kernel, arguments);
   }
 
-  // A product with as much copied ahead as fits; returns its bytes of shared memory.
-  int arrange(const Model& m, int op, int layer, bool* slim, Product* p) const {
-    const int rows = instance_rows(m.count);
-    const int bytes = set_product(model, layers.data(), m, op, layer, ahead_of(rows, false), p);
-    *slim = bytes > shared && has_slim(op, rows);
-    return *slim ? set_product(model, layers.data(), m, op, layer, kAheadSlim, p) : bytes;
-  }
-
   cudaError_t add_step(int count, cudaStream_t stream) const {
     Model m = places;
     m.count = count;
     const int rows = instance_rows(count);
+    const Ahead ahead = choose_ahead(model, layers.data(), m, shared, all_shared);
     bool first = true;
     cudaError_t e = cudaSuccess;
     auto link = [&](const void* kernel, int grid, int threads, int bytes, void* argument) {
@@ -131,10 +127,9 @@ struct qwen_vl_decode_chain {
     };
     auto product = [&](int op, int layer) {
       Product p;
-      bool slim = false;
-      const int bytes = arrange(m, op, layer, &slim, &p);
+      const int bytes = set_product(model, layers.data(), m, op, layer, ahead.of(op), &p);
       p.late = late >> op & 1;
-      link(product_of(model, op, rows, slim), model.blocks, kThreads, bytes, &p);
+      link(product_of(model, op, rows, ahead.of(op)), model.blocks, kThreads, bytes, &p);
     };
     link(embed_of(model), count, kEmbedThreads, 0, &m);
     for (int layer = 0; layer < model.layers; ++layer) {
@@ -178,10 +173,10 @@ struct qwen_vl_decode_chain {
   bool fits(int count) const {
     Model m = places;
     m.count = count;
+    const Ahead ahead = choose_ahead(model, layers.data(), m, shared, all_shared);
     for (int op = 0; op < kOps; ++op) {
       Product p;
-      bool slim = false;
-      if (arrange(m, op, 0, &slim, &p) > shared) return false;
+      if (set_product(model, layers.data(), m, op, 0, ahead.of(op), &p) > shared) return false;
     }
     return true;
   }
@@ -191,9 +186,10 @@ extern "C" {
 
 QWEN_VL_API int qwen_vl_chain_workspace(qwen_vl_decode_model* model, int64_t* bytes, char* message,
                                         size_t size) {
-  int code = check_model(model, message, size), shared = 0;
+  int code = check_model(model, message, size), shared = 0, all_shared = 0;
   bool programmatic = false;
-  if (!code) code = device_blocks(&model->blocks, &shared, &programmatic, message, size);
+  if (!code)
+    code = device_blocks(&model->blocks, &shared, &all_shared, &programmatic, message, size);
   if (!code) *bytes = place(*model, nullptr);
   return code;
 }
@@ -209,7 +205,8 @@ QWEN_VL_API int qwen_vl_chain_create(const qwen_vl_decode_model* model,
   if (!made) return refuse(QWEN_VL_CUDA_ERROR, message, size, "no memory for a chain");
   made->model = *model;
   made->layers.resize(model->layers);
-  code = device_blocks(&blocks, &made->shared, &made->programmatic, message, size);
+  code = device_blocks(&blocks, &made->shared, &made->all_shared, &made->programmatic, message,
+                       size);
   if (!code && (place(*model, &made->places) > model->workspace_bytes || blocks != model->blocks))
     code = refuse(QWEN_VL_SHORT_BUFFER, message, size,
                   "a workspace of %lld bytes for %d blocks; this GPU has %d",

@@ -6,9 +6,10 @@ namespace qwen_vl {
 namespace chain {
 
 // Null where nothing is compiled. rows: 1, or QWEN_VL_DECODE_ROWS for more; wide: rows have more
-// than 8 inputs for each thread of a block; slim: with kAheadSlim, where has_slim().
-const void* product_bf16(int form, int op, int rows, bool wide, bool slim);
-const void* product_fp16(int form, int op, int rows, bool wide, bool slim);
+// than 8 inputs for each thread of a block; ahead: kAhead, or for more than one row of kAheadDown
+// for the down projection and of kAheadMany for all others but the head.
+const void* product_bf16(int form, int op, int rows, bool wide, int ahead);
+const void* product_fp16(int form, int op, int rows, bool wide, int ahead);
 const void* embed_bf16();
 const void* embed_fp16();
 const void* attention_bf16(int dim);

@@ -54,7 +54,7 @@ inline int instance_rows(int count) { return count == 1 ? 1 : kRows; }
 
 // Completes a product's parameters; returns its bytes of shared memory.
 //
-// ahead: steps that a warp copies ahead (ahead_of).
+// ahead: steps that a warp copies ahead.
 inline int set_product(const qwen_vl_decode_model& model, const qwen_vl_decode_layer* layers,
                        const Model& m, int op, int layer, int ahead, Product* p) {
   const int form = op == kHead ? model.head_form : model.form, n = instance_rows(m.count);
@@ -91,8 +91,35 @@ inline int set_product(const qwen_vl_decode_model& model, const qwen_vl_decode_l
   return used + std::max(norms && n > 1 ? up(m.count * m.width * 4) : 0, up(pieces * 16 * n * 4));
 }
 
-// The longest inputs, of several sequences, are the only ones that fill a block's shared memory.
-constexpr bool has_slim(int op, int rows) { return op == kDown && rows > 1; }
+// Steps that kernels copy ahead: those of the down projection, of the head, and all others.
+struct Ahead {
+  int down, head, others;
+  int of(int op) const { return op == kDown ? down : op == kHead ? head : others; }
+};
+
+// Chooses as many as leave a block of the down projection room beside one of the kernels around it,
+// so that each asks for its weights while the other still runs; where that cannot be, as many as
+// fit a block alone. shared: bytes of a block at most; all: of a multiprocessor.
+inline Ahead choose_ahead(const qwen_vl_decode_model& model, const qwen_vl_decode_layer* layers,
+                          const Model& m, int shared, int all) {
+  if (instance_rows(m.count) == 1) return {kAhead, kAhead, kAhead};
+  constexpr int kReserved = 1024;  // bytes that the system takes of each block
+  Product p;
+  Ahead best = {kAheadDown[2], kAhead, kAheadMany[1]}, alone = best;
+  bool side_by_side = false;
+  for (int others : kAheadMany)
+    for (int down : kAheadDown) {
+      const int big = set_product(model, layers, m, kDown, 0, down, &p);
+      const int near = std::max(set_product(model, layers, m, kGateUp, 0, others, &p),
+                                set_product(model, layers, m, kQkv, 0, others, &p));
+      if (std::max(big, near) > shared) continue;
+      if (others + down > alone.others + alone.down) alone = {down, kAhead, others};
+      if (big + near + 2 * kReserved > all) continue;
+      if (!side_by_side || others + down > best.others + best.down) best = {down, kAhead, others};
+      side_by_side = true;
+    }
+  return side_by_side ? best : alone;
+}
 
 // As many blocks as other kernels have, at least.
 inline int attention_grid(const Model& m, int blocks) {

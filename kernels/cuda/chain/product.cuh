@@ -2,7 +2,7 @@
 //
 // A block has a share of the outputs. Its work is a line of steps - tiles of 8 pairs of outputs, 64
 // bytes of each output's inputs at a time - of which every warp has an equal piece. A warp copies
-// kAhead steps of weights ahead into shared memory, the first of them before the kernel waits for
+// kSteps steps of weights ahead into shared memory, the first of them before the kernel waits for
 // the one before it; a lane copies what it multiplies itself. Sums of the warps meet in shared
 // memory.
 #ifndef QWEN_VL_CHAIN_PRODUCT_CUH_
@@ -81,7 +81,7 @@ __device__ inline void multiply(float (&c)[2][4], const uint8_t* slot, const uin
   }
 }
 
-template <class T, int kForm, int kOp, int kN, int kChunks, int kAhead>
+template <class T, int kForm, int kOp, int kN, int kChunks, int kSteps>
 __global__ void __launch_bounds__(kThreads, kResident) product(const __grid_constant__ Product p) {
   if (!p.late) let_next_start();
   QWEN_VL_DYNAMIC_SHARED(shared);
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, kResident) product(const __grid_cons
 
   // Where the next step to be copied lies, and where it goes.
   constexpr int kSlot = slot_bytes(kForm);
-  uint8_t* const ring = shared + p.at_ring + warp * kAhead * kSlot + lane * 16;
+  uint8_t* const ring = shared + p.at_ring + warp * kSteps * kSlot + lane * 16;
   const uint8_t *at = nullptr, *scale = nullptr;
   bool real = false;
   int copied_tile = tile, copied_step = step, fill = 0;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, kResident) product(const __grid_cons
     }
     decode::commit();
     at += kStepRow;
-    fill = fill + kSlot == kAhead * kSlot ? 0 : fill + kSlot;
+    fill = fill + kSlot == kSteps * kSlot ? 0 : fill + kSlot;
     if (++copied_step == p.steps) {
       copied_step = 0;
       ++copied_tile;
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, kResident) product(const __grid_cons
     rows.row[threadIdx.x] = p.m.state[p.m.launch->slot[threadIdx.x]];
   seek();
 #pragma unroll 1
-  for (int j = 0; j < min(kAhead, own); ++j) copy();
+  for (int j = 0; j < min(kSteps, own); ++j) copy();
   Norm<T, kForm, kN, kChunks> norm;
   constexpr bool kNorms = kOp == kQkv || kOp == kGateUp || kOp == kHead;
   if constexpr (kNorms) norm.before(p);
@@ -170,15 +170,15 @@ __global__ void __launch_bounds__(kThreads, kResident) product(const __grid_cons
   auto advance = [&]() {
     multiply<T, kForm>(acc, ring + use, ring + use + 1024 + g * 4 - lane * 16,
                        inputs + step * kStepAct);
-    use = use + kSlot == kAhead * kSlot ? 0 : use + kSlot;
+    use = use + kSlot == kSteps * kSlot ? 0 : use + kSlot;
     ++step;
   };
   for (int left = own; left > 0; step = 0, ++tile) {
-    const int piece = min(left, p.steps - step), streamed = min(piece, max(0, left - kAhead));
+    const int piece = min(left, p.steps - step), streamed = min(piece, max(0, left - kSteps));
     left -= piece;
 #pragma unroll 1
     for (int i = 0; i < streamed; ++i) {
-      decode::wait_groups<kAhead - 1>();
+      decode::wait_groups<kSteps - 1>();
       if (grouped(kForm)) __syncwarp();
       advance();
       if (grouped(kForm)) __syncwarp();

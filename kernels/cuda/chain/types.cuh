@@ -21,12 +21,10 @@ using decode::kRows;
 constexpr int kWarps = 12, kThreads = 32 * kWarps;
 // Blocks that a multiprocessor shall have room for: one of a kernel, and one of the next.
 constexpr int kResident = 2;
-// Steps that a warp copies ahead: for one sequence, for several, and where the inputs of several
-// leave no more room.
-constexpr int kAheadOne = 7, kAheadMany = 6, kAheadSlim = 3;
-__host__ __device__ constexpr int ahead_of(int rows, bool slim) {
-  return slim ? kAheadSlim : rows == 1 ? kAheadOne : kAheadMany;
-}
+// Steps that a warp copies ahead. The inputs of several sequences take room, most of all those of
+// the down projection: there are kernels for fewer steps, so that one fits beside the next.
+constexpr int kAhead = 7;
+constexpr int kAheadMany[] = {7, 5}, kAheadDown[] = {6, 4, 3};
 constexpr int kStepRow = 64;   // bytes of one output's weights that a warp multiplies at a time
 constexpr int kGroup = 128;    // inputs that share a scale, of the forms that have groups
 constexpr int kMaxParts = 16;  // that attention to one cache is cut into

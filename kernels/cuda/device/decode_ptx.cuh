@@ -32,6 +32,11 @@ __device__ inline void wait_groups() {
 __device__ inline void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
+__device__ inline int64_t clock_ns() {
+  int64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
 
 // An 8x8 matrix of 16-bit elements, row by row over the lanes, transposed.
 __device__ inline uint32_t transpose8(uint32_t a) {
