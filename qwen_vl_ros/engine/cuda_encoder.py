@@ -154,6 +154,12 @@ class CudaEncoder:
                      '_scales'):
             self.__dict__.pop(name, None)
 
+    def reweighted(self) -> None:
+        """Forget what held for other weights; to be called when blocks were replaced."""
+        self.release()
+        self.activated.clear()
+        self.rotated.clear()
+
     @property
     def buffer_bytes(self) -> int:
         """Return the bytes of buffers, cuBLASLt's workspace aside."""

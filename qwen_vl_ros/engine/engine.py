@@ -22,6 +22,7 @@ from qwen_vl_ros.engine.hand_over import make_hand_over
 from qwen_vl_ros.engine.kv_cache import CachePool, KVCache
 from qwen_vl_ros.engine.model import Model, Placed
 from qwen_vl_ros.engine.options import ModelInfo, Options, cache_count, check_options
+from qwen_vl_ros.engine.packing import pack_weights
 from qwen_vl_ros.engine.prompt import Prompt, PromptBuilder, Turn, VisualToken
 from qwen_vl_ros.engine.quantize import KINDS, quantize_language
 from qwen_vl_ros.engine.quantize_vision import quantize_vision
@@ -63,6 +64,7 @@ class Engine:
         device = next(iter(checkpoint.tensors.values())).device
         self.model = Model(checkpoint, options.preprocess, make_hand_over(options, device))
         quantize_language(self.model.language, quantization)
+        pack_weights(self.model)
         self.model.decoder = make_decoder(self.model.language)
         self.vision_engine, vision_quantization = self._choose_vision()
         self.constraints = Constraints(

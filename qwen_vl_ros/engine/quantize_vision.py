@@ -79,14 +79,14 @@ def quantize_vision(encoder: VisionEncoder, kind: str, gate: bool = True) -> Out
     encoder.blocks = [
         replace(b, qkv=Int8Linear.of(b.qkv), fc1=Int8Linear.of(b.fc1), fc2=Int8Linear.of(b.fc2))
         for b in plain]
-    fused.release()
+    fused.reweighted()
     cosines = F.cosine_similarity(encoder.encode(picture, GATE_GRID).float(), before.float())
     mean, worst = cosines.mean().item(), cosines.min().item()
     note = f'cosine of merged tokens {mean:.5f} in the mean, {worst:.5f} at worst'
     # NaN fails as well.
     if gate and not (mean >= MEAN_COSINE and worst >= WORST_COSINE):
         encoder.blocks = plain
-        fused.release()
+        fused.reweighted()
         return _stay(f'{note}; {MEAN_COSINE} and {WORST_COSINE} are needed')
     LOG.info('the encoder runs in INT8: %s', note)
     return Outcome('int8', mean, worst, note)

@@ -175,4 +175,4 @@ def test_int8_stays_near(model):
         assert 0 < relative(vision.encode(patches_of(grid), grid), before) < 0.1
     finally:
         vision.blocks = blocks
-        vision.fused.release()
+        vision.fused.reweighted()

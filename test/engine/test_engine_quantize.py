@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from qwen_vl_ros.engine import packing
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.layers import Linear
+from qwen_vl_ros.engine.packing import pack, pack_weights
 from qwen_vl_ros.engine.quant_linear import (
     Int4Linear,
     Int8Linear,
@@ -113,6 +115,31 @@ def test_what_lies_anew_is_the_same(kind):
     assert language.head.codes.data_ptr() != old and held.data_ptr() == old
     for a, m in zip(before, (layer.qkv, layer.out, layer.gate_up, language.head)):
         assert torch.equal(a, m(x))
+
+
+def test_packed_weights_lie_side_by_side_and_are_the_same():
+    linears = [matrix(24, 96), matrix(40, 96, 1), matrix(8, 17, 2)]
+    before = [m.weight.clone() for m in linears]
+    pack(linears)
+    assert all(torch.equal(a, m.weight) for a, m in zip(before, linears))
+    room = linears[0].weight.untyped_storage()
+    assert room.nbytes() == 24 * 96 * 4 + 40 * 96 * 4 + 768  # 8 x 17 floats are 544 bytes
+    for m in linears:
+        assert m.weight.is_contiguous()
+        assert m.weight.untyped_storage().data_ptr() == room.data_ptr()
+        assert (m.weight.data_ptr() - room.data_ptr()) % 256 == 0
+
+
+def test_every_matrix_of_several_layers_is_packed_once(monkeypatch):
+    model = Engine.load(str(TINY), device='cpu').model
+    packed = []
+    monkeypatch.setattr(packing, 'pack', packed.append)
+    pack_weights(model)
+    assert packed == []  # torch's allocator for CPUs has no such blocks
+    groups = list(packing._groups(model))
+    assert [len(group) for group in groups] == 4 * [model.vision.config.depth] + 2 * [
+        model.language.config.layers]
+    assert len({id(linear) for group in groups for linear in group}) == sum(map(len, groups))
 
 
 def test_unknown_kinds_and_broken_weights_are_refused():
