@@ -6,6 +6,7 @@ import argparse
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from qwen_vl_ros.cli.common import CliError, check_writable
@@ -97,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     failed, left_out = [], []
     for name in args.stages or known:
         print(f'== {name}', flush=True)
+        begun = time.monotonic()
         done = subprocess.run(
             [sys.executable, str(folder / 'run.py'), '--stage', name, '--json', str(path),
              *(QUICK.get(name, []) if args.quick else []),
@@ -110,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
         elif done.returncode:
             failed.append(name)
             print(done.stderr, file=sys.stderr)
+        print(f'{name} took {time.monotonic() - begun:.0f} s', flush=True)
     if args.results is None:
         _write_projection(folder / 'results')
     print(f'\nrecords in {path}')
