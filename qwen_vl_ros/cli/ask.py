@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,8 +60,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument('--clip', action='store_true',
                         help='the pictures are moments of one clip, oldest first')
     parser.add_argument('--bag', type=Path, help='look into this rosbag2 folder or file instead')
-    parser.add_argument('--at', type=float, default=0.0, metavar='S',
-                        help="seconds after the bag's start (%(default)s)")
+    parser.add_argument('--at', type=float, metavar='S',
+                        help="seconds after the bag's start (0)")
     parser.add_argument('--topic', action='append', default=[], metavar='NAME',
                         help='image topic of the bag; again for more cameras')
     parser.add_argument('--explain', type=Path, metavar='PNG',
@@ -76,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     """Answer; 1 when the question failed."""
     if bool(args.pictures) == bool(args.bag):
         raise CliError('name either picture files or --bag BAG')
+    if not args.bag and (args.at is not None or args.topic):
+        raise CliError('--at and --topic are of a bag; name it with --bag, instead of pictures')
     if args.explain and args.explain.suffix.lower() != '.png':
         raise CliError(f'--explain {args.explain}: expected a file name that ends in .png')
     check_writable(args.explain)
@@ -83,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
         raise CliError('--roi is for a question about one still; expected one picture, or one '
                        '--topic of a bag, without --clip')
     if args.bag:
-        visuals = from_bag(args.bag, args.topic, args.at)
+        visuals = from_bag(args.bag, args.topic, args.at or 0.0)
     else:
         frames = [read_picture(p) for p in args.pictures]
         visuals = [Visual(tuple(frames))] if args.clip else [Visual((f,)) for f in frames]
@@ -95,15 +98,33 @@ def run(args: argparse.Namespace) -> int:
     if exchange.error_code == ErrorCode.BAD_REQUEST.name:
         raise CliError(exchange.error)
     if args.explain and exchange.answer:
+        if exchange.answer.vision_tokens_kept == exchange.answer.vision_tokens_in:
+            print('[--explain: nothing was dropped, so nothing is dimmed]', file=sys.stderr)
         write_explanation(args.explain, engine, args.question, visuals[0], exchange.answer)
     if args.json:
         print(json.dumps(exchange.to_dict(), ensure_ascii=False, indent=1))
         return 0 if exchange.answer else 1
     print(flush=True)
     print(f'[{cost_line(exchange)}]', file=sys.stderr)
+    if exchange.answer and (more := more_kept(exchange.answer, args.keep_ratio)):
+        print(f'[{more}]', file=sys.stderr)
     if args.stages:
         print(format_stages(stage_table([exchange])), file=sys.stderr)
     return 0 if exchange.answer else 1
+
+
+def more_kept(answer: Answer, ratio: float) -> str:
+    """
+    Return why more was kept than asked for, '' where it was not.
+
+    :param ratio: share that was asked for.
+    """
+    kept, total = answer.vision_tokens_kept, answer.vision_tokens_in
+    if kept <= math.ceil(ratio * total) or not total:
+        return ''
+    return (f'{kept / total:.0%} were kept where {ratio:.0%} were asked for: the share is rounded '
+            'up to a size that the encoder is set up for, regions and at least a few units of '
+            'each picture always stay, and a doubtful answer is asked again with all')
 
 
 def _show(text: str) -> None:

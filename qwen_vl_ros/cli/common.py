@@ -151,6 +151,28 @@ def ask_options(args: argparse.Namespace) -> AskOptions:
         temperature=args.temperature, seed=args.seed, keep_ratio=args.keep_ratio)
 
 
+def check_ranges(args: argparse.Namespace) -> None:
+    """
+    Refuse what no model could answer with, before one is loaded.
+
+    :raises CliError: names the option as it is typed, and what it may be.
+    """
+    from qwen_vl_ros.engine.quantize import KINDS
+
+    good = {
+        'seed': (lambda x: 0 <= x < 1 << 63, '0 to 2^63 - 1'),
+        'keep_ratio': (lambda x: 0 < x <= 1, 'a share over 0, up to 1'),
+        'max_new_tokens': (lambda x: x >= 1, 'at least 1'),
+        'temperature': (lambda x: 0 <= x < float('inf'), 'a number from 0'),
+        'min_pixels': (lambda x: 0 < x <= args.max_pixels, f'1 to --max-pixels {args.max_pixels}'),
+        'max_context': (lambda x: x >= 16, 'at least 16'),
+        'quantization': (lambda x: x in KINDS, ', '.join(KINDS))}
+    for name, (fits, expected) in good.items():
+        value = getattr(args, name, None)
+        if value is not None and not fits(value):
+            raise CliError(f'--{name.replace("_", "-")} is {value}; expected {expected}')
+
+
 def load_engine(args: argparse.Namespace) -> Engine:
     """
     Load the model that the arguments name.
@@ -158,8 +180,7 @@ def load_engine(args: argparse.Namespace) -> Engine:
     :raises CliError: when none is named and none comes with the package.
     :raises EngineError: when it cannot be loaded.
     """
-    if not 0 <= args.seed < 1 << 63:
-        raise CliError(f'--seed is {args.seed}; expected 0 to 2^63 - 1')
+    check_ranges(args)
     path = args.model or default_model()
     if path is None:
         raise CliError('no model: name a Hugging Face Qwen2-VL folder with --model PATH')

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from qwen_vl_ros import __version__
 from qwen_vl_ros.cli.bag import BagError
@@ -37,9 +38,17 @@ Ask what a robot's camera sees, and what the answer cost.
 exit codes: 0 all done, 1 something was asked and failed, 2 bad input, 130 interrupted'''
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without all options before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        self.exit(2, f'{self.prog}: {message}; {self.prog} --help says more\n')
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser with all subcommands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog='qwen_vl', description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--version', action='version', version=f'qwen_vl {__version__}')

@@ -81,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
         return _peers(args)
     if args.table:
         return _table(args)
+    if args.results:
+        raise CliError('--results is for --table; name both')
     if args.sweep:
         return _sweep(args)
     from qwen_vl_ros.engine.errors import EngineError

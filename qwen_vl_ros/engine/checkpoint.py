@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -262,7 +263,8 @@ def check_names(
                 wrong.append(f"{key} {info['shape']} instead of {list(need[name])}")
             names[file][key] = name
     optional = {'lm_head.weight'} if config.tied else set()
-    missing = [name for name in need if name not in seen and name not in optional]
+    missing = [as_saved(name, seen.values())
+               for name in need if name not in seen and name not in optional]
     faults = [f'{what}: {_some(found)}' for what, found in (
         ('missing', missing), ('not expected', extra), ('misshapen', wrong)) if found]
     if faults:
@@ -277,6 +279,14 @@ def canonical(key: str) -> str:
         if key.startswith(prefix):
             return ours + key[len(prefix):]
     return key
+
+
+def as_saved(name: str, keys: Collection[str]) -> str:
+    """Return the key that a canonical name would have among keys of a file."""
+    for prefix, ours in PREFIXES:
+        if name.startswith(ours) and any(key.startswith(prefix) for key in keys):
+            return prefix + name[len(ours):]
+    return name
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

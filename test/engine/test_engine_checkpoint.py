@@ -123,8 +123,16 @@ def test_missing_and_left_over_weights_are_named(folder):
 
     rewrite(folder, lambda t: new_names(t))
     rewrite(folder, change)
-    refused(folder, str(folder), 'missing: visual.merger.ln_q.bias',
+    refused(folder, str(folder), 'missing: model.visual.merger.ln_q.bias',
             'not expected: model.visual.blocks.9.extra')
+
+
+def test_missing_weights_are_named_as_the_file_would(folder):
+    def change(tensors):
+        del tensors['model.layers.0.mlp.up_proj.weight']
+
+    rewrite(folder, change)
+    refused(folder, 'missing: model.layers.0.mlp.up_proj.weight')
 
 
 def test_a_weight_of_another_shape_is_named(folder):

@@ -156,7 +156,40 @@ def quick_of(argv, quick):
 def test_request_out_of_range_is_named(picture, quick, capsys, option, value):
     assert main(['ask', 'What?', str(picture), *quick, option, value]) == 2
     captured = capsys.readouterr()
-    assert f'{option[2:].replace("-", "_")} is' in captured.err and not captured.out
+    assert f'{option} is {value if option[2] == "m" else float(value)}; expected' in captured.err
+    assert captured.err.count('\n') == 1 and not captured.out
+
+
+@pytest.mark.parametrize(('words', 'expected'), [
+    (('--at', '1'), '--at and --topic are of a bag'),
+    (('--topic', '/a'), '--at and --topic are of a bag'),
+    (('--ke', '0.5'), 'ambiguous option: --ke could match'),
+    (('--min-pixels', '900000'), '--min-pixels is 900000; expected 1 to --max-pixels 401408'),
+    (('--max-context', '2'), '--max-context is 2; expected at least 16'),
+    (('--quantization', 'int3'), '--quantization is int3; expected none, int8, int4')])
+def test_options_are_refused_in_one_line_before_a_model_is_loaded(
+        picture, capsys, monkeypatch, words, expected):
+    monkeypatch.setattr(common, 'make_chosen', None)
+    try:
+        code = main(['ask', 'What?', str(picture), *words])
+    except SystemExit as left:
+        code = left.code
+    captured = capsys.readouterr()
+    assert code == 2 and expected in captured.err and captured.err.count('\n') == 1
+
+
+def test_roofline_takes_results_for_the_table_alone(capsys, tmp_path):
+    assert main(['roofline', '--results', str(tmp_path)]) == 2
+    assert '--results is for --table' in capsys.readouterr().err
+
+
+def test_what_was_kept_beside_the_wish_is_explained(picture, quick, capsys, tmp_path):
+    png = tmp_path / 'kept.png'
+    words = ['ask', 'What?', str(picture), *quick, '--explain', str(png)]
+    assert main(words) == 0
+    assert 'nothing was dropped' in capsys.readouterr().err
+    assert main([*words, '--keep-ratio', '0.01']) == 0
+    assert '100% were kept where 1% were asked for' in capsys.readouterr().err  # four units
 
 
 @pytest.mark.parametrize(('words', 'expected'), [
