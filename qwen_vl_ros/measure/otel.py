@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import threading
 import time
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from qwen_vl_ros import __version__
 from qwen_vl_ros.measure.export import CLOSE_S, ExportError, Finished
@@ -16,6 +19,9 @@ LOG = logging.getLogger(__name__)
 
 #: Seconds between traces while the collector does not answer.
 PROBE_S = 5.0
+
+#: Seconds for a collector that did not answer to take a connection.
+KNOCK_S = 1.0
 
 PACKAGES = 'opentelemetry-sdk opentelemetry-exporter-otlp-proto-http'
 
@@ -35,10 +41,13 @@ class OpenTelemetry:
         try:
             from opentelemetry.metrics import Observation
             from opentelemetry.sdk.metrics import MeterProvider
-            from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+            from opentelemetry.sdk.metrics.export import (
+                MetricExportResult,
+                PeriodicExportingMetricReader,
+            )
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
             if span_exporter is None or metric_reader is None:
                 from opentelemetry.exporter.otlp.proto.http.metric_exporter import (
                     OTLPMetricExporter,
@@ -50,10 +59,11 @@ class OpenTelemetry:
         _hush()
         self._said = _Once('the OpenTelemetry collector')
         if span_exporter is None:
-            span_exporter = _watched(OTLPSpanExporter(), self._said)
+            span_exporter = _watched(OTLPSpanExporter(), self._said, SpanExportResult.FAILURE)
         if metric_reader is None:
             metric_reader = PeriodicExportingMetricReader(
-                _watched(OTLPMetricExporter(), self._said), export_interval_millis=10_000)
+                _watched(OTLPMetricExporter(), self._said, MetricExportResult.FAILURE),
+                export_interval_millis=10_000)
         resource = Resource.create({'service.name': service, 'service.version': __version__})
         self._traces = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._traces.add_span_processor(BatchSpanProcessor(span_exporter))
@@ -201,11 +211,33 @@ class _Once:
                             'until it does', self._what, f' ({why})' if why else '')
 
 
-def _watched(exporter: Any, said: _Once) -> Any:
-    """Return the exporter with its results told to ``said``."""
+def _knock(endpoint: str) -> bool:
+    """Say whether anybody listens at a URL, in a tenth of a millisecond where that is refused."""
+    parts = urlsplit(endpoint)
+    try:
+        port = parts.port or (443 if parts.scheme == 'https' else 80)
+        with socket.create_connection((parts.hostname or '', port), KNOCK_S):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _watched(exporter: Any, said: _Once, failure: Any = None) -> Any:
+    """
+    Return the exporter with its results told to ``said``.
+
+    Where the last one failed it knocks first: the SDK would try again and again for ten seconds,
+    with the interpreter that answers need.
+
+    :param failure: what it returns where nobody listens; ``None`` does not knock.
+    """
     send = exporter.export
+    # A proxy may know the way to a host that we do not.
+    endpoint = '' if failure is None or getproxies() else getattr(exporter, '_endpoint', '')
 
     def export(*args: Any, **more: Any) -> Any:
+        if said.silent and endpoint and not _knock(endpoint):
+            return failure
         try:
             result = send(*args, **more)
         except Exception as error:

@@ -188,6 +188,33 @@ def test_a_dead_collector_is_named_once_and_costs_nothing(monkeypatch, caplog):
     assert sorted(spent)[len(spent) // 2] < 0.1
 
 
+def test_a_collector_that_does_not_listen_is_knocked_at_before_anything_is_sent(monkeypatch):
+    pytest.importorskip('opentelemetry.sdk')
+    from types import SimpleNamespace
+
+    from qwen_vl_ros.measure import otel
+
+    class Exporter:
+        sent = 0
+
+        def export(self, spans):
+            self.sent += 1
+            return SimpleNamespace(name='FAILURE' if self.sent == 1 else 'SUCCESS')
+
+    monkeypatch.setattr(otel, 'getproxies', dict)
+    with socket.create_server(('127.0.0.1', 0)) as place:
+        port = place.getsockname()[1]
+    exporter, said = Exporter(), otel._Once('it')
+    exporter._endpoint = f'http://127.0.0.1:{port}/v1/traces'
+    watched = otel._watched(exporter, said, 'nobody')
+    watched.export([])
+    assert said.silent and exporter.sent == 1
+    assert watched.export([]) == 'nobody' and exporter.sent == 1
+    with socket.create_server(('127.0.0.1', port)):
+        assert watched.export([]).name == 'SUCCESS'
+    assert not said.silent and exporter.sent == 2
+
+
 def test_a_collector_that_comes_back_is_named(caplog):
     pytest.importorskip('opentelemetry.sdk')
     from types import SimpleNamespace
