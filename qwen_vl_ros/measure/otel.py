@@ -46,8 +46,10 @@ class OpenTelemetry:
                 PeriodicExportingMetricReader,
             )
             from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
+            from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+            from opentelemetry.sdk.util.instrumentation import InstrumentationScope
             if span_exporter is None or metric_reader is None:
                 from opentelemetry.exporter.otlp.proto.http.metric_exporter import (
                     OTLPMetricExporter,
@@ -66,9 +68,11 @@ class OpenTelemetry:
                 export_interval_millis=10_000)
         resource = Resource.create({'service.name': service, 'service.version': __version__})
         self._traces = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._traces.add_span_processor(BatchSpanProcessor(span_exporter))
+        self._processor = BatchSpanProcessor(span_exporter)
+        self._traces.add_span_processor(self._processor)
         self._metrics = MeterProvider([metric_reader], resource=resource, shutdown_on_exit=False)
-        self._tracer = self._traces.get_tracer('qwen_vl_ros', __version__)
+        self._span, self._ids = ReadableSpan, RandomIdGenerator()
+        self._scope = InstrumentationScope('qwen_vl_ros', __version__)
         meter = self._metrics.get_meter('qwen_vl_ros', __version__)
         self._duration = meter.create_histogram(
             'gen_ai.client.operation.duration', 's', 'Time of a question, waiting included')
@@ -147,11 +151,22 @@ class OpenTelemetry:
             'qwen_vl.vision_tokens.in': question.vision_tokens_in,
             'qwen_vl.vision_tokens.kept': question.vision_tokens_kept,
             **{f'qwen_vl.{key}': value for key, value in question.attributes.items()}}
-        root = self._tracer.start_span('answer', start_time=self._epoch_ns + line.start_ns,
-                                       attributes=attributes)
-        if question.code != 'none':
-            root.set_status(trace.StatusCode.ERROR, question.code)
-        context = trace.set_span_in_context(root)
+        trace_id = self._ids.generate_trace_id()
+        if not self._traces.sampler.should_sample(
+                None, trace_id, 'answer', attributes=attributes).decision.is_sampled():
+            return
+        flags = trace.TraceFlags(trace.TraceFlags.SAMPLED)
+        root = trace.SpanContext(trace_id, self._ids.generate_span_id(), False, flags)
+
+        def made(name: str, context: Any, parent: Any, about: dict[str, Any], start: int,
+                 end: int, code: Any = trace.StatusCode.UNSET) -> None:
+            # A finished span at once: half of what starting and ending one costs.
+            self._processor.on_end(self._span(
+                name, context, parent, self._traces.resource, about,
+                instrumentation_scope=self._scope,
+                status=trace.Status(code, question.code if code.value else None),
+                start_time=self._epoch_ns + start, end_time=self._epoch_ns + end))
+
         # Tokens are one span: a long answer has hundreds.
         tokens = [span for span in spans if span.name == 'token']
         for span in spans:
@@ -165,12 +180,13 @@ class OpenTelemetry:
                 value = sum(getattr(part, name) for part in parts)
                 if value:
                     about[f'qwen_vl.{name}'] = value
-            self._tracer.start_span(
-                span.name, context, start_time=self._epoch_ns + span.start_ns, attributes=about,
-            ).end(self._epoch_ns + parts[-1].end_ns)
+            own = trace.SpanContext(trace_id, self._ids.generate_span_id(), False, flags)
+            made(span.name, own, root, about, span.start_ns, parts[-1].end_ns)
             # The engine's thread must not wait for the interpreter while all spans are made.
             time.sleep(0)
-        root.end(self._epoch_ns + max((s.end_ns for s in spans), default=line.start_ns))
+        made('answer', root, None, attributes, line.start_ns,
+             max((s.end_ns for s in spans), default=line.start_ns),
+             trace.StatusCode.ERROR if question.code != 'none' else trace.StatusCode.UNSET)
 
     def close(self) -> None:
         """Send what is left; a dead collector is given up after :data:`CLOSE_S`."""
