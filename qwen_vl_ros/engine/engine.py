@@ -194,17 +194,22 @@ class Engine:
             ErrorCode.UNKNOWN,
             f'the answer failed: {type(error).__name__}: {one_line(error)}'), True
 
-    def warm_up(self, sizes: Sequence[tuple[int, int]] = ((640, 480),)) -> None:
+    def warm_up(self, sizes: Sequence[tuple[int, int]] = ((640, 480),),
+                keep_ratio: float = 1.0) -> None:
         """
         Answer once for each picture size, so that the first real request finds all set up.
 
         :param sizes: (width, height) of the cameras.
+        :param keep_ratio: below 1: answer with that share of the tokens as well, chosen by the
+            engine's selector; what that records is made too.
         :raises EngineError: what a real request would raise.
         """
         for width, height in sizes:
             grey = Frame.from_rgb(np.full((height, width, 3), 128, np.uint8))
-            for _ in self.answer(Request('?', (Visual((grey,)),), max_new_tokens=2)):
-                pass
+            for ratio in sorted({1.0, keep_ratio}, reverse=True):
+                for _ in self.answer(Request('?', (Visual((grey,)),), max_new_tokens=2,
+                                             keep_ratio=ratio)):
+                    pass
         self.forget()
         # What was chosen and captured needed more than answers do, and on another stream.
         give_back(self.model.device)

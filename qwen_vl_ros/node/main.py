@@ -70,7 +70,7 @@ def load_engine(settings: Settings) -> Any:
         vision_quantization=settings.vision_quantization,
         max_sequences=settings.scheduler_max_sequences,
         cache_bytes=settings.scheduler_cache_mb * 10**6)
-    engine.warm_up(sizes=[(640, 480)])
+    engine.warm_up([(640, 480)], settings.pruning_keep_ratio if settings.pruning_enable else 1.0)
     return engine
 
 

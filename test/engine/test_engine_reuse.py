@@ -228,6 +228,17 @@ def test_memory_does_not_grow_with_sizes(engine, picture):
     assert resident() < early * 1.05
 
 
+def test_warm_up_asks_with_the_share_that_questions_will_have(folders, monkeypatch):
+    engine = Engine.load(str(folders['small']), device='cpu')
+    asked = []
+    answer = engine.answer
+    monkeypatch.setattr(engine, 'answer', lambda request: (
+        asked.append(request.keep_ratio), answer(request))[1])
+    engine.warm_up([(448, 336)])
+    engine.warm_up([(448, 336)], 0.5)
+    assert asked == [1.0, 1.0, 0.5]
+
+
 def test_warm_up_leaves_nothing_behind(folders, picture):
     engine = Engine.load(str(folders['small']), device='cpu')
     engine.warm_up([(448, 336), (100, 60)])
