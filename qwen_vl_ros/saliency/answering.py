@@ -160,10 +160,11 @@ def _mapped(events: Iterator[Event], window: Window, grid: tuple[int, int]) -> I
             margin = event.margin
             continue
         if isinstance(event, Done):
-            text = window.to_frame(event.answer.text, grid)
+            seen = event.answer.kept_units[-1]  # of the crop, as the model saw it
+            text = window.to_frame(event.answer.text, grid, (seen.shape[0], seen.shape[1]))
             if text:
                 yield Delta(text, len(event.answer.token_ids), margin)
-            kept = window.units(*grid)
+            kept = window.kept_units(seen, *grid)
             event = Done(_labelled(replace(event.answer, text=text, kept_units=(kept,)), REGION))
         yield event
 

@@ -39,19 +39,21 @@ class Window:
     frame_width: int
     frame_height: int
 
-    def to_frame(self, text: str, grid: tuple[int, int]) -> str:
+    def to_frame(self, text: str, grid: tuple[int, int], crop: tuple[int, int]) -> str:
         """
         Map places in an answer about the crop to the whole frame.
 
         :param text: with points ``(x,y)`` in thousandths of the crop, or bins ``<x..><y..>`` of
             its units.
         :param grid: rows and columns in units that the whole frame would have.
+        :param crop: rows and columns in units in which the model saw the crop, which is resized
+            like any other picture.
         """
         rows, columns = grid
+        down, across = crop
 
         def bins(found: re.Match[str]) -> str:
-            # The middle of the crop's unit; the crop's units are those of its own size.
-            across, down = self._crop_units()
+            # The middle of the crop's unit.
             u = self.x + (int(found[1]) + 0.5) / across * self.width
             v = self.y + (int(found[2]) + 0.5) / down * self.height
             return (f'<x{min(columns - 1, int(u / self.frame_width * columns))}>'
@@ -73,8 +75,27 @@ class Window:
         inside = (v >= self.y) & (v < self.y + self.height)
         return inside[:, None] & ((u >= self.x) & (u < self.x + self.width))[None]
 
-    def _crop_units(self) -> tuple[int, int]:
-        return max(1, round(self.width / _UNIT)), max(1, round(self.height / _UNIT))
+    def kept_units(self, kept: np.ndarray, rows: int, columns: int) -> np.ndarray:
+        """
+        Return the units of the whole frame of which the crop's kept units show something.
+
+        :param kept: bool [rows, columns] of the crop's grid, finer or coarser than the frame's.
+        :param rows: of the whole frame's grid; ``columns`` alike.
+        :return: bool [rows, columns], none of them outside of :meth:`units`.
+        """
+        shown = np.zeros((rows, columns), np.bool_)
+        down, across = kept.shape
+        # Finer: the frame's units in which the middle of a kept one lies.
+        r, c = np.nonzero(kept)
+        v = (self.y + (r + 0.5) / down * self.height) / self.frame_height
+        u = (self.x + (c + 0.5) / across * self.width) / self.frame_width
+        shown[(v * rows).astype(int), (u * columns).astype(int)] = True
+        # Coarser: the frame's units whose middle lies in a kept one.
+        v = ((np.arange(rows) + 0.5) / rows * self.frame_height - self.y) / self.height
+        u = ((np.arange(columns) + 0.5) / columns * self.frame_width - self.x) / self.width
+        shown |= kept[np.ix_(np.clip((v * down).astype(int), 0, down - 1),
+                             np.clip((u * across).astype(int), 0, across - 1))]
+        return shown & self.units(rows, columns)
 
 
 def best_window(values: np.ndarray, share: float, width: int, height: int) -> Window:

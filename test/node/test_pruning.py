@@ -66,7 +66,7 @@ def test_an_unsure_answer_is_asked_again():
 def test_region_first_shows_what_it_looked_at():
     outcome, _ = ask(perceive(pruning_roi=0.3), next(items('pointing', 'test', 1)))
     assert REGION in outcome.answer.approximate
-    assert 0.2 < outcome.answer.kept_units[0].mean() < 0.4
+    assert 0 < outcome.answer.kept_units[0].sum() < outcome.answer.vision_tokens_kept < 0.2 * 192
 
 
 def test_a_dropper_after_the_encoder_is_a_selector_like_the_others():

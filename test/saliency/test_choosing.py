@@ -138,10 +138,10 @@ def test_one_slow_answer_moves_nothing():
 
 def test_a_point_in_the_crop_is_mapped_to_the_frame():
     window = Window(224, 112, 112, 56, 448, 336)
-    assert window.to_frame('at (500,500), yes', (12, 16)) == 'at (625,417), yes'
-    assert window.to_frame('(0,0),(1000,1000)', (12, 16)) == '(500,333),(750,500)'
-    assert window.to_frame('<x0><y1>', (12, 16)) == '<x8><y5>'
-    assert window.to_frame('in (2024,5) people', (12, 16)) == 'in (2024,5) people'
+    assert window.to_frame('at (500,500), yes', (12, 16), (2, 4)) == 'at (625,417), yes'
+    assert window.to_frame('(0,0),(1000,1000)', (12, 16), (2, 4)) == '(500,333),(750,500)'
+    assert window.to_frame('<x0><y1>', (12, 16), (2, 4)) == '<x8><y5>'
+    assert window.to_frame('in (2024,5) people', (12, 16), (2, 4)) == 'in (2024,5) people'
     assert window.units(12, 16)[4:6, 8:12].all() and window.units(12, 16).sum() == 8
 
 
