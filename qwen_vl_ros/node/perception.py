@@ -9,10 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 from qwen_vl_ros.decode import FrameError
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.engine.patches import grid_of
 from qwen_vl_ros.engine.types import Delta, Done, Request, Stage, Visual
 from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.node.overlap import Overlap, outcome_of
@@ -28,9 +30,6 @@ from qwen_vl_ros.pipeline import (
 from qwen_vl_ros.saliency.answering import AS_IT_IS
 from qwen_vl_ros.saliency.answering import answer as ask_with
 from qwen_vl_ros.saliency.controller import LatencyController
-
-#: Pixels that become one vision token: a 2x2 unit of 14x14 patches.
-TOKEN_PIXELS = 784
 
 
 class EngineLike(Protocol):
@@ -131,8 +130,9 @@ class Perception:
         """
         request = self._prepare(job)
         answer = None
-        for event in ask_with(self.engine, request, job.timeline, job.should_stop,
-                              fewer=self.settings.fewer()):
+        settings = self.settings
+        fewer = replace(settings.fewer(), least_units=settings.pruning_min_tokens)
+        for event in ask_with(self.engine, request, job.timeline, job.should_stop, fewer=fewer):
             if isinstance(event, Done):
                 answer = event.answer
             else:
@@ -162,7 +162,7 @@ class Perception:
                 self.engine.set_pixels(*limits)
                 self._limits = limits
                 self._info_changed()
-        return self._request(job, visuals, settings)
+        return self._request(job, visuals, settings, limits)
 
     def _pixel_limits(self, job: Job, settings: Settings) -> tuple[int, int]:
         """Return the limits of resized pictures; a latency target shrinks the largest shown."""
@@ -204,15 +204,15 @@ class Perception:
                 ErrorCode.BAD_ENCODING, f'picture {number} of the question: {error.reason}'
             ) from None
 
-    def _request(self, job: Job, visuals: tuple[Visual, ...], settings: Settings) -> Request:
+    def _request(self, job: Job, visuals: tuple[Visual, ...], settings: Settings,
+                 limits: tuple[int, int]) -> Request:
         question = job.question
         ratio = settings.pruning_keep_ratio if settings.pruning_enable else 1.0
         own = dict(question.options)
         ratio = min(own.pop('keep_ratio', ratio), self._latency.level.keep)
         if ratio < 1 and visuals:
-            pixels = min(f.width * f.height for f in job.frames)
-            pixels = min(max(pixels, settings.vision_min_pixels), settings.vision_max_pixels)
-            ratio = max(ratio, min(1.0, settings.pruning_min_tokens * TOKEN_PIXELS / pixels))
+            least = settings.pruning_min_tokens / self._units(visuals, limits)
+            ratio = max(ratio, min(1.0, least))
         options = AskOptions(
             system_prompt=settings.prompt_system or None,
             max_new_tokens=settings.generation_max_new_tokens,
@@ -222,6 +222,16 @@ class Perception:
         return build_request(
             self._template.replace('{question}', question.text), visuals, options,
             **{**own, 'keep_ratio': ratio, 'request_id': question.question_id})
+
+    def _units(self, visuals: tuple[Visual, ...], limits: tuple[int, int]) -> int:
+        """
+        Return the vision tokens of the smallest picture, as large as it will be shown.
+
+        :param limits: of resized pictures; the checkpoint's own may be lower.
+        """
+        most = min(limits[1], self.engine.info.max_pixels)
+        grids = (grid_of(visual.frames, limits[0], most) for visual in visuals)
+        return min(h * w // 4 for _, h, w in grids)
 
     def _check_newest(self) -> None:
         """Do what nobody waits for: decode newest frames, so that a bad camera is named early."""

@@ -41,11 +41,14 @@ class Fewer:
     :param region: share of a still's area that is shown at full resolution, beside an overview of
         a sixth of its tokens; 0 shows the picture itself. Approximate, and places are mapped back.
         Clips and several pictures are shown as they are, which is logged once.
+    :param least_units: fewest units kept of overview and crop together, or all that they have.
     """
 
     dropper: str = ''
     least_margin: float = 0.0
     region: float = 0.0
+    least_units: int = 0
+
 
 #: Nothing but the engine's selector.
 AS_IT_IS = Fewer()
@@ -69,7 +72,7 @@ def answer(
     if fewer.region > 0 and request.visuals and not still:
         _say_no_region()
     if fewer.region > 0 and still:
-        asked, window, grid = _region_first(engine, request, fewer.region, timeline)
+        asked, window, grid = _region_first(engine, request, fewer, timeline)
     elif fewer.dropper and request.keep_ratio < 1:
         # Imports torch, which a node that drops nothing has no need of here.
         from qwen_vl_ros.saliency.after_merger import drop_after_merger
@@ -116,23 +119,33 @@ def _labelled(answered: Answer, label: str) -> Answer:
     return replace(answered, approximate=(*answered.approximate, label))
 
 
-def _region_first(engine: Any, request: Request, share: float, timeline: Timeline
+def _region_first(engine: Any, request: Request, fewer: Fewer, timeline: Timeline
                   ) -> tuple[Request, Window, tuple[int, int]]:
     """Return the request about overview and crop, where the crop lies, and the frame's grid."""
     frame, = request.visuals[0].frames
     with timeline.stage('select'):
-        _, h, w = grid_of((frame,), engine.options.min_pixels, engine.info.max_pixels,
-                          engine.model.config.vision.factor)
-        rows, columns = h // 2, w // 2
+        rows, columns = _grid(engine, frame)
         selector = engine.options.selector
         if not hasattr(selector, 'saliency'):
             selector = UnitSelector()
         values = selector.saliency([frame], rows, columns, request.question)[0]
-        window = best_window(values, share, frame.width, frame.height)
+        window = best_window(values, fewer.region, frame.width, frame.height)
         small, part = overview_and_crop(frame, window, max(4, rows * columns // 6))
+        if request.keep_ratio < 1:
+            # What is shown is smaller than the frame. Each picture rounds its own share.
+            units = math.prod(_grid(engine, small)) + math.prod(_grid(engine, part))
+            least = min(1.0, (fewer.least_units + 1) / units)
+            request = replace(request, keep_ratio=max(request.keep_ratio, least))
         keep = _kept_of_crop(engine, part, window, request)
     shown = Visual((small,)), Visual((part,), keep)
     return replace(request, visuals=shown), window, (rows, columns)
+
+
+def _grid(engine: Any, frame: Frame) -> tuple[int, int]:
+    """Return rows and columns in units of a still as the model sees it."""
+    _, h, w = grid_of((frame,), engine.options.min_pixels, engine.info.max_pixels,
+                      engine.model.config.vision.factor)
+    return h // 2, w // 2
 
 
 def _kept_of_crop(engine: Any, part: Frame, window: Window, request: Request
@@ -146,10 +159,10 @@ def _kept_of_crop(engine: Any, part: Frame, window: Window, request: Request
     always = getattr(selector, 'always', None)
     if always is None or not request.keep_ratio < 1:
         return None
-    grid = grid_of((part,), engine.options.min_pixels, engine.info.max_pixels,
-                   engine.model.config.vision.factor)
+    rows, columns = _grid(engine, part)
     cropped = replace(selector, always=within(always, window))
-    return np.asarray(cropped((part,), grid, request.keep_ratio, request.question))
+    return np.asarray(cropped((part,), (1, 2 * rows, 2 * columns), request.keep_ratio,
+                              request.question))
 
 
 def _mapped(events: Iterator[Event], window: Window, grid: tuple[int, int]) -> Iterator[Event]:

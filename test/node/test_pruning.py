@@ -31,7 +31,7 @@ def message(rgb: np.ndarray) -> SimpleNamespace:
 
 def settings(**changed) -> Settings:
     return Settings(model_device='cpu', scheduler_max_sequences=1, pruning_enable=True,
-                    pruning_keep_ratio=0.33, pruning_min_tokens=1, **changed)
+                    **{'pruning_keep_ratio': 0.33, 'pruning_min_tokens': 1, **changed})
 
 
 def perceive(**changed) -> Perception:
@@ -96,6 +96,35 @@ def test_a_latency_target_lowers_shares_and_resolution():
     perception.settings = settings(target_latency_ms=0.0)
     assert ask(perception, item)[0].answer.vision_tokens_kept == 72
     assert perception.engine.options.max_pixels == pixels[0]
+
+
+def test_the_floor_holds_for_smaller_pictures_of_a_latency_target():
+    perception = perceive(target_latency_ms=0.01, pruning_min_tokens=70)
+    item = next(items('attribute', 'test', 1))
+    shown, kept = [], []
+    for _ in range(32):
+        outcome, job = ask(perception, item)
+        perception.count(job, outcome)
+        shown.append(outcome.answer.vision_tokens_in)
+        kept.append(outcome.answer.vision_tokens_kept)
+    assert min(shown) < 70 and all(k >= min(70, n) for k, n in zip(kept, shown))
+
+
+@pytest.mark.parametrize('least', [1, 50, 70, 190])
+def test_the_floor_is_of_what_a_region_first_shows(least):
+    perception = perceive(pruning_roi=0.3, pruning_keep_ratio=0.1, pruning_min_tokens=least)
+    got = ask(perception, next(items('pointing', 'test', 1)))[0].answer
+    assert REGION in got.approximate and got.vision_tokens_in < 130
+    assert got.vision_tokens_kept >= min(least, got.vision_tokens_in)
+
+
+def test_the_floor_is_of_the_picture_that_the_checkpoint_takes():
+    """Two million pixels are shown as the 192 units that models/tiny was made for."""
+    perception = perceive(pruning_keep_ratio=0.1, pruning_min_tokens=100)
+    rgb = np.random.default_rng(0).integers(0, 255, (1080, 1920, 3), np.uint8)
+    perception.receive('camera', message(rgb))
+    outcome = perception.answer(Job(Question('Is the path blocked?'), lambda job, event: None))
+    assert 100 <= outcome.answer.vision_tokens_kept < outcome.answer.vision_tokens_in <= 192
 
 
 def test_every_approximate_option_in_force_is_named():

@@ -192,7 +192,8 @@ def test_region_first_keeps_the_region_of_the_frame(name):
     region = parse_region('corridor')
     regioned = Engine.load(str(TINY), device='cpu', selector=make_selector(name, always=region))
     item = next(items('path', 'test', 1, 3))
-    asked, window, _ = _region_first(regioned, request_of(item, 0.5), 0.4, Timeline(''))
+    asked, window, _ = _region_first(regioned, request_of(item, 0.5), Fewer(region=0.4),
+                                     Timeline(''))
     small, part = (v for v in engine_plan(regioned, asked))
     for visual, own in ((small, region), (part, within(region, window))):
         _, h, w = visual.grid

@@ -38,7 +38,7 @@ def test_kept_units_of_the_region_are_those_that_were_not_dropped_in_the_crop(en
     item = next(items('pointing', 'test', 1))
     request = Request(item.question.text, (Visual(frames_of(item)),), keep_ratio=0.33,
                       max_new_tokens=2)
-    asked, window, grid = _region_first(engine, request, 0.3, Timeline(''))
+    asked, window, grid = _region_first(engine, request, Fewer(region=0.3), Timeline(''))
     own = last(engine.answer(asked)).kept_units
     told = last(answer(engine, request, fewer=Fewer(region=0.3)))
     # The crop is the frame's own pixels here, so its units are the frame's.
@@ -66,7 +66,7 @@ def test_bins_are_of_the_grid_in_which_the_model_saw_the_crop(engine):
     rgb = np.random.default_rng(0).integers(0, 255, (1080, 1920, 3), np.uint8)
     request = Request('Where is the red ball?', (Visual((Frame.from_rgb(rgb),)),),
                       max_new_tokens=1)
-    asked, window, grid = _region_first(engine, request, 0.5, Timeline(''))
+    asked, window, grid = _region_first(engine, request, Fewer(region=0.5), Timeline(''))
     own = last(engine.answer(asked))
     rows, columns = own.kept_units[1].shape
     assert rows < window.height // 28 and columns < window.width // 28
