@@ -21,12 +21,19 @@ __device__ inline void choose(const Choice& p) {
   if (s >= p.m.count) return;
   const qwen_vl_decode_launch& l = *p.m.launch;
   Best b = decode::no_logits();
-  for (int i = lane; i < p.blocks; i += 32) {
-    const float4* from = reinterpret_cast<const float4*>(p.m.best + i * kRows + s);
-    union { Best best; float4 raw[2]; } o;
-    o.raw[0] = __ldcg(from);
-    o.raw[1] = __ldcg(from + 1);
-    b = decode::merged(b, o.best);
+  constexpr int kAtOnce = 5;
+  for (int first = lane; first < p.blocks; first += 32 * kAtOnce) {
+    union { Best best; float4 raw[2]; } o[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      const float4* from = reinterpret_cast<const float4*>(
+          p.m.best + min(first + 32 * j, p.blocks - 1) * kRows + s);
+      o[j].raw[0] = __ldcg(from);
+      o[j].raw[1] = __ldcg(from + 1);
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      if (first + 32 * j < p.blocks) b = decode::merged(b, o[j].best);
   }
   for (int d = 16; d > 0; d /= 2) b = decode::merged(b, decode::shuffled(b, d));
   if (lane != 0) return;

@@ -54,6 +54,7 @@ __device__ inline float2 gather(const float* parts, const int* spans, int pair, 
   float2 v = make_float2(0.f, 0.f);
   // Matrices with few outputs, whose tiles have pieces of all warps: all reads at once.
   constexpr int kAtOnce = kOp == kQkv || kOp == kOut ? kWarps : 4;
+#pragma unroll 1
   for (int first = 0; first <= more; first += kAtOnce) {
 #pragma unroll
     for (int w = 0; w < kAtOnce; ++w) {
@@ -150,12 +151,14 @@ __device__ inline void finish(const Product& p, const float* parts, const int* s
                               int count) {
   if constexpr (kOp == kHead) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
     for (int s = 0; s < count; ++s) {
       const uint8_t* const mask = p.m.launch->mask[s];
       float* logits = p.m.launch->logits;
       if (logits) logits += static_cast<int64_t>(s) * p.m.vocab;
       const float norm = norm_scale<T>(p, rows.squares, s);
       Best b = decode::no_logits();
+#pragma unroll 1
       for (int i = threadIdx.x; i < mine; i += kThreads) {
         const float2 v = gather<kOp, kN>(parts, spans, i, s);
         const float2 scale = scales_of<kForm>(p, first + i);
@@ -174,6 +177,7 @@ __device__ inline void finish(const Product& p, const float* parts, const int* s
       p.m.best[blockIdx.x * kRows + s] = b;
     }
   } else {
+#pragma unroll 1
     for (int i = threadIdx.x; i < mine * count; i += kThreads) {
       const int s = kN == 1 ? 0 : i / mine, local = i - s * mine, pair = first + local;
       if (i >= kThreads) {

@@ -142,6 +142,7 @@ __global__ void __launch_bounds__(kThreads, kResident) product(const __grid_cons
   Norm<T, kForm, kN, kChunks> norm;
   constexpr bool kNorms = kOp == kQkv || kOp == kGateUp || kOp == kHead;
   if constexpr (kNorms) norm.before(p);
+#pragma unroll 1
   for (int i = threadIdx.x; i < tiles; i += kThreads) spans[i] = span_of(i * p.steps, p.steps, items);
   __syncthreads();
   const int s = kN == 1 ? 0 : threadIdx.x / max(mine, 1);
@@ -166,29 +167,27 @@ __global__ void __launch_bounds__(kThreads, kResident) product(const __grid_cons
   constexpr int kStepAct = form_chunks(kForm) * 64;
   float acc[2][4] = {};
   if (own == 0) store_part<kN>(parts, tile + warp, acc);
-  int use = 0;
-  auto advance = [&]() {
-    multiply<T, kForm>(acc, ring + use, ring + use + 1024 + g * 4 - lane * 16,
-                       inputs + step * kStepAct);
-    use = use + kSlot == kSteps * kSlot ? 0 : use + kSlot;
-    ++step;
-  };
+  if (own < kSteps) decode::wait_groups<0>();
+  // One loop for all steps, which is less code: where nothing is left to be copied, an empty group
+  // keeps the count.
+  int use = 0, more = own - kSteps;
   for (int left = own; left > 0; step = 0, ++tile) {
-    const int piece = min(left, p.steps - step), streamed = min(piece, max(0, left - kSteps));
+    const int piece = min(left, p.steps - step);
     left -= piece;
 #pragma unroll 1
-    for (int i = 0; i < streamed; ++i) {
+    for (int i = 0; i < piece; ++i, --more) {
       decode::wait_groups<kSteps - 1>();
       if (grouped(kForm)) __syncwarp();
-      advance();
+      multiply<T, kForm>(acc, ring + use, ring + use + 1024 + g * 4 - lane * 16,
+                         inputs + step * kStepAct);
+      use = use + kSlot == kSteps * kSlot ? 0 : use + kSlot;
+      ++step;
       if (grouped(kForm)) __syncwarp();
-      copy();
-    }
-    if (streamed < piece) {
-      decode::wait_groups<0>();
-      if (grouped(kForm)) __syncwarp();
-#pragma unroll (kForm == kFloat ? 2 : 1)
-      for (int i = streamed; i < piece; ++i) advance();
+      if (more > 0) {
+        copy();
+      } else {
+        decode::commit();
+      }
     }
     store_part<kN>(parts, tile + warp, acc);
   }

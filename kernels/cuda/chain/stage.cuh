@@ -177,6 +177,7 @@ __device__ inline void stage_copy(const Product& p, uint8_t* act) {
     // Not by asynchronous copies, which would be waited for with those of weights.
     constexpr int kAtOnce = 5;
     const uint4* from = static_cast<const uint4*>(p.m.act);
+#pragma unroll 1
     for (int first = threadIdx.x; first < per; first += kAtOnce * kThreads) {
       uint4 raw[kAtOnce];
 #pragma unroll
