@@ -160,7 +160,7 @@ class NextFrameSelector:
     """
     Chooses units by what the last answer to the same question leaned on; keeps state a camera.
 
-    The engine tells it of answers (:meth:`observe`, which costs nothing); the gradient is taken by
+    The engine tells it of answers (:meth:`observe`), from any thread; the gradient is taken by
     :meth:`reflect` when there is time, at the latest before the next choice.
 
     :param base: whose map of the frame itself ranks what the last answer does not speak of.
@@ -194,13 +194,20 @@ class NextFrameSelector:
 
     def forget(self) -> None:
         """Forget all cameras (a jump of the clock, another scene)."""
-        self._cameras.clear()
-        self._said = None
+        with self._lock:
+            self._cameras.clear()
+            self._said = None
 
     def saliency(self, frames: Sequence[Frame], rows: int, columns: int, question: str = ''
                  ) -> np.ndarray:
         """Return the joined map, float32 [T, rows, columns]; the camera's state moves on."""
         base = normalised(self.base.saliency(frames, rows, columns, question))
+        with self._lock:
+            return self._joined(base, frames, rows, columns, question)
+
+    def _joined(self, base: np.ndarray, frames: Sequence[Frame], rows: int, columns: int,
+                question: str) -> np.ndarray:
+        """Join the base's map [T, rows, columns] with what is remembered of the camera."""
         state = self._cameras.get(frames[-1].camera)
         if state is None or state.cam.shape != (rows, columns):
             return base
@@ -208,7 +215,7 @@ class NextFrameSelector:
         state.chosen, state.shift = frames[-1], shift
         known = moved[1] < UNSEEN
         if known.any() and np.median(moved[1][known]) > CUT:
-            del self._cameras[frames[-1].camera]
+            self._cameras.pop(frames[-1].camera, None)
             return base
         differences = [state.signal.difference([f], rows, columns)[0] for f in frames[:-1]]
         cam = state.cam if state.question == question else np.zeros_like(state.cam)
@@ -249,7 +256,7 @@ class NextFrameSelector:
         Take note of an answer; called by the engine.
 
         Answers within a longer conversation, or whose pictures are no longer in the cache, are
-        passed over.
+        passed over. It waits for a gradient that is being taken, and for a choice.
         """
         if self._engine is None or len(prompt.spans) != len(visuals) or not ids:
             return
@@ -257,6 +264,12 @@ class NextFrameSelector:
                     if (merged := self._engine.features.get(v.key)) is not None]
         if len(features) != len(visuals):
             return
+        with self._lock:
+            if self._note(request, visuals):
+                self._said = _Said(prompt, features, tuple(ids), tuple(visuals), request.question)
+
+    def _note(self, request: Request, visuals: Sequence[VisualToken]) -> bool:
+        """Follow the cameras to what was shown; tell whether the answer is to be reflected on."""
         due = False
         for visual in visuals:
             state = self._cameras.get(visual.frames[-1].camera)
@@ -268,8 +281,7 @@ class NextFrameSelector:
                 state.answers += 1
             due = due or (state.answers is None or state.answers >= self.every
                           or state.question != request.question)
-        if due:
-            self._said = _Said(prompt, features, tuple(ids), tuple(visuals), request.question)
+        return due
 
     def reflect(self) -> None:
         """
