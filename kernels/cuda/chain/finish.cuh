@@ -114,11 +114,11 @@ __device__ inline float norm_scale(const Product& p, const float* squares, int r
 
 template <class T>
 __device__ inline void finish_qkv(const Product& p, const qwen_vl_decode_row& r, int s, int pair,
-                                  float2 v, const Extra& extra) {
+                                  float2 v, float2 scale, const Extra& extra) {
   const int shift = p.m.dim_shift, half = 1 << (shift - 1);
   const int head = pair >> (shift - 1), d = pair & (half - 1);
-  v.x += extra.low;
-  v.y += extra.high;
+  v.x = fmaf(v.x, scale.x, extra.low);
+  v.y = fmaf(v.y, scale.y, extra.high);
   T* to;
   if (head < p.m.heads) {
     to = static_cast<T*>(p.m.q) + ((s * p.m.heads + head) << shift) + d;
@@ -128,8 +128,8 @@ __device__ inline void finish_qkv(const Product& p, const qwen_vl_decode_row& r,
     to = static_cast<T*>(r.cache) + ((plane * r.capacity + r.length) << shift) + d;
   }
   if (head < p.m.heads + p.m.kv_heads)
-    v = make_float2(v.x * extra.turn.x - v.y * extra.turn.y,
-                    v.y * extra.turn.x + v.x * extra.turn.y);
+    v = make_float2(fmaf(v.x, extra.turn.x, -v.y * extra.turn.y),
+                    fmaf(v.y, extra.turn.x, v.x * extra.turn.y));
   to[0] = T(v.x);
   to[half] = T(v.y);
 }
@@ -191,17 +191,18 @@ __device__ inline void finish(const Product& p, const float* parts, const int* s
         v.x *= norm;
         v.y *= norm;
       }
-      v.x *= scale.x;
-      v.y *= scale.y;
+      // Fused by hand, so that the kernels for one sequence and for several round alike.
       if constexpr (kOp == kQkv) {
-        finish_qkv<T>(p, rows.row[s], s, pair, v, extra);
+        finish_qkv<T>(p, rows.row[s], s, pair, v, scale, extra);
       } else if constexpr (kOp == kGateUp) {
+        v.x *= scale.x;
+        v.y *= scale.y;
         static_cast<T*>(p.m.act)[static_cast<int64_t>(s) * p.m.mlp + place_input<kForm>(pair)] =
             T(quotient(v.x, 1.f + __expf(-v.x)) * v.y);
       } else {
         float* x = p.m.x + s * p.m.width + pair_row<kOp>(p.m, pair);
-        x[0] = extra.low + v.x;
-        x[8] = extra.high + v.y;
+        x[0] = fmaf(v.x, scale.x, extra.low);
+        x[8] = fmaf(v.y, scale.y, extra.high);
       }
     }
   }
