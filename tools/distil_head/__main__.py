@@ -9,7 +9,10 @@ The teacher is the checkpoint itself: it answers each question about each pictur
 shown, and Grad-CAM of that answer says which units it leaned on (saliency/grad_cam.py). Maps are
 kept in memory, then the head learns to rank units as they do. It is written beside the weights as
 saliency_head.safetensors, where the engine looks for it. A few hundred pictures with the questions
-that the robot really asks are a start; a tenth of them is set aside and scored.
+that the robot really asks are a start; a tenth of the pictures is set aside and scored.
+
+Pictures are learnt as stills, those of a recording too: the head has no lesson about clips, in
+which it ranks the units of each moment by themselves.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from qwen_vl_ros.cli.common import CliError
 from qwen_vl_ros.engine.config import load_config
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.errors import CheckpointError, EngineError
+from qwen_vl_ros.engine.patches import grid_of
 from qwen_vl_ros.engine.types import Done, Request, Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.pipeline import FrameStore
@@ -55,11 +59,13 @@ class Lesson:
     :param samples: the head's input [6, 7 r, 7 c], float16.
     :param words: token embeddings of the question [L, width].
     :param target: distribution over units [r * c].
+    :param picture: its number; lessons of one picture are learnt or set aside together.
     """
 
     samples: Tensor
     words: Tensor
     target: Tensor
+    picture: int
 
 
 def pictures_of(args: argparse.Namespace) -> Iterator[Frame]:
@@ -86,7 +92,11 @@ def pictures_of(args: argparse.Namespace) -> Iterator[Frame]:
 
 def lessons(engine: Engine, frames: Iterator[Frame], questions: Sequence[str], layers: int | None,
             limit: int) -> Iterator[Lesson]:
-    """Let the teacher answer, and yield what its answers leaned on."""
+    """
+    Let the teacher answer, and yield what its answers leaned on.
+
+    A picture that the model does not take (too narrow) is told of and left out.
+    """
     language = engine.model.language
     words = {}
     for question in questions:
@@ -95,6 +105,12 @@ def lessons(engine: Engine, frames: Iterator[Frame], questions: Sequence[str], l
     for number, frame in enumerate(frames):
         if number == limit:
             return
+        try:
+            grid_of((frame,), engine.options.min_pixels, engine.info.max_pixels,
+                    engine.model.config.vision.factor)
+        except EngineError as error:
+            print(f'left out: {frame.camera}: {error}', file=sys.stderr)
+            continue
         for question in questions:
             request = Request(question, (Visual((frame,)),), max_new_tokens=24)
             said = next(e.answer for e in engine.answer(request) if isinstance(e, Done))
@@ -105,7 +121,19 @@ def lessons(engine: Engine, frames: Iterator[Frame], questions: Sequence[str], l
             flat = np.sqrt(values.reshape(-1) + 1e-6)
             small = torch.from_numpy(rgb_samples(frame, rows, columns)).permute(2, 0, 1)[None]
             yield Lesson(channels(small)[0].half(), words[question],
-                         torch.from_numpy(flat / flat.sum()))
+                         torch.from_numpy(flat / flat.sum()), number)
+
+
+def set_aside(lessons: Sequence[Lesson]) -> tuple[list[Lesson], list[Lesson]]:
+    """
+    Part lessons by picture: every tenth is scored and never learnt.
+
+    :return: those to learn from, and those of the pictures set aside; all are both where there is
+        one picture only.
+    """
+    aside = set(sorted({x.picture for x in lessons})[::10])
+    kept_out = [x for x in lessons if x.picture in aside]
+    return [x for x in lessons if x.picture not in aside] or kept_out, kept_out
 
 
 def train(head: SaliencyHead, taught: list[Lesson], steps: int, batch: int, lr: float,
@@ -184,6 +212,30 @@ def _rate(text: str) -> float:
     return value
 
 
+def _folder(text: str) -> Path:
+    """Read the name of a folder that there is."""
+    path = Path(text)
+    if not path.is_dir():
+        found = 'is no folder' if path.exists() else 'does not exist'
+        raise argparse.ArgumentTypeError(f'{text} {found}; expected a folder of pictures')
+    return path
+
+
+def _questions(text: str) -> tuple[str, ...]:
+    """Read a file of questions."""
+    try:
+        lines = Path(text).read_text(encoding='utf-8').splitlines()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f'{text}: {error.strerror}') from None
+    except UnicodeDecodeError as error:
+        raise argparse.ArgumentTypeError(
+            f'{text} is not in UTF-8 (byte {error.start}); expected text in UTF-8') from None
+    found = tuple(line.strip() for line in lines if line.strip())
+    if not found:
+        raise argparse.ArgumentTypeError(f'{text} is empty; expected one question a line')
+    return found
+
+
 def _layers_fault(model: Path, layers: int) -> str | None:
     """Return what is wrong with ``--layers`` for a checkpoint; the engine names a bad folder."""
     try:
@@ -202,12 +254,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument('--model', type=Path, required=True, help='folder of the checkpoint')
     source = p.add_mutually_exclusive_group(required=True)
-    source.add_argument('--pictures', type=Path, help='folder of JPEG, PNG or WebP files')
+    source.add_argument('--pictures', type=_folder, help='folder of JPEG, PNG or WebP files')
     source.add_argument('--bag', type=Path, help='rosbag2 folder or file')
     p.add_argument('--topic', action='append', default=[], help='image topic of the bag')
     p.add_argument('--rate', type=_positive, default=1.0,
                    help='pictures a second of the bag (%(default)s)')
-    p.add_argument('--questions', type=Path, help='text file, one question a line')
+    p.add_argument('--questions', type=_questions, default=QUESTIONS, metavar='FILE',
+                   help='text file in UTF-8, one question a line')
     p.add_argument('--out', type=Path, help=f'folder that gets {FILE} (default: --model)')
     p.add_argument('--limit', type=_count, default=2000, help='pictures at most (%(default)s)')
     p.add_argument('--layers', type=int, default=0,
@@ -228,8 +281,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     try:
         if args.out:
             out.mkdir(parents=True, exist_ok=True)
-        if args.questions:
-            args.questions.read_bytes()
     except OSError as error:
         p.error(f'{error.filename}: {error.strerror}')
     if args.out and not os.access(out, os.W_OK | os.X_OK):
@@ -248,10 +299,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def distil(args: argparse.Namespace) -> int:
     """Teach a head and write it; 1 when there was nothing to learn from."""
-    questions = list(QUESTIONS)
-    if args.questions:
-        lines = args.questions.read_text(encoding='utf-8').splitlines()
-        questions = [line.strip() for line in lines if line.strip()]
+    questions = args.questions
     engine = Engine.load(str(args.model), device=args.device, max_pixels=args.max_pixels)
     begin = time.monotonic()
     taught = list(lessons(engine, pictures_of(args), questions, args.layers or None, args.limit))
@@ -260,8 +308,8 @@ def distil(args: argparse.Namespace) -> int:
               'or a bag with image topics)', file=sys.stderr)
         return 1
     print(f'{len(taught)} maps in {time.monotonic() - begin:.0f} s', flush=True)
-    kept_out = taught[::10]
-    taught = [x for i, x in enumerate(taught) if i % 10] or kept_out
+    count = len(taught)
+    taught, kept_out = set_aside(taught)
     torch.manual_seed(0)
     device = engine.model.device
     head = SaliencyHead(taught[0].words.shape[1]).to(device)
@@ -272,7 +320,7 @@ def distil(args: argparse.Namespace) -> int:
           f'({before:.2f} before training)')
     path = (args.out or args.model) / FILE
     head.save(path, {'checkpoint': engine.info.name, 'revision': engine.info.revision,
-                     'maps': str(len(taught)), 'questions': str(len(questions))})
+                     'maps': str(count), 'questions': str(len(questions))})
     print(f'wrote {path}')
     return 0
 
