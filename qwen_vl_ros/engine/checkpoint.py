@@ -17,7 +17,7 @@ from qwen_vl_ros.engine.config import ModelConfig, load_config, read_json
 from qwen_vl_ros.engine.device import memory_available
 from qwen_vl_ros.engine.errors import CheckpointError, one_line
 from qwen_vl_ros.engine.finite import check_finite
-from qwen_vl_ros.engine.quant_files import INTEGERS, QuantFormat
+from qwen_vl_ros.engine.quant_files import INTEGERS, QuantFormat, is_gptq_bias
 from qwen_vl_ros.engine.quant_files import shapes as quantised_shapes
 
 #: Old key prefixes (before transformers 4.52) and new ones, to the names used here.
@@ -111,6 +111,10 @@ def load_checkpoint(
     tensors = {}
     for file in files:
         for name, tensor in read_tensors(file):
+            if is_gptq_bias(canonical(name)) and name not in names[file] and tensor.any():
+                raise CheckpointError(
+                    f'{file}: {name} is not zero; expected no bias, or the zeros that AutoGPTQ '
+                    'writes')
             if name in names[file]:
                 # Codes are integers, and their scales stay as exact as they were stored.
                 kept = name.endswith((*INTEGERS, '.scales'))
@@ -258,6 +262,8 @@ def check_names(
                     f"{folder} holds one weight under two names, '{seen[name]}' and '{key}'")
             seen[name] = key
             if name not in need:
+                if config.quant and config.quant.method == 'gptq' and is_gptq_bias(name):
+                    continue  # zeros, which load_checkpoint looks at
                 extra.append(key)
             elif tuple(info['shape']) != need[name]:
                 wrong.append(f"{key} {info['shape']} instead of {list(need[name])}")

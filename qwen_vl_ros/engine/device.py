@@ -9,6 +9,10 @@ from typing import Any
 import torch
 
 from qwen_vl_ros.engine.errors import CheckpointError, EngineError, ErrorCode
+from qwen_vl_ros.kernels.loader import KernelError
+
+#: ``QWEN_VL_NO_MEMORY`` of the native libraries.
+NO_MEMORY = 11
 
 MEMINFO = Path('/proc/meminfo')
 
@@ -102,6 +106,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Tell an allocation that failed from other errors; CPU allocators raise RuntimeError."""
     if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
         return True
+    if isinstance(error, KernelError) and error.code == NO_MEMORY:
+        return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and (
-        'out of memory' in text or 'not enough memory' in text or "can't allocate" in text)
+    return isinstance(error, RuntimeError) and any(words in text for words in (
+        'out of memory', 'not enough memory', "can't allocate", 'status_alloc_failed'))

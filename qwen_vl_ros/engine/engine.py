@@ -20,6 +20,7 @@ from qwen_vl_ros.engine.device import give_back, is_out_of_memory, pick_device, 
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode, one_line
 from qwen_vl_ros.engine.hand_over import make_hand_over
 from qwen_vl_ros.engine.kv_cache import CachePool, KVCache
+from qwen_vl_ros.engine.lanes import Mark
 from qwen_vl_ros.engine.model import Model, Placed
 from qwen_vl_ros.engine.options import ModelInfo, Options, cache_count, check_options
 from qwen_vl_ros.engine.packing import pack_weights
@@ -295,10 +296,15 @@ class Engine:
                 run.encode(look, run.patches(look))
         if not state.reason:
             yield Stage('prefill')
+        last: Mark | None = None
         while run.prefilled < run.prompt.ids.size and not state.reason:
             state.reason = run.stop()
             if not state.reason:
                 run.prefill(self.options.prefill_chunk)
+                # A GPU has one chunk to do beside the one at hand: a cancel waits for no more.
+                if last is not None:
+                    last.wait()
+                last = Mark.here(self.model.device)
         if not state.reason:
             yield Stage('decode')
             yield from self._decode(run)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -162,15 +162,22 @@ class Graphs:
             self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(outer)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            body()  # what is set up at first use must not be captured
-            # Other threads go on using the device meanwhile.
-            graph.capture_begin(capture_error_mode='thread_local')
-            try:
-                body()
-            finally:
+        try:
+            with torch.cuda.stream(self._stream):
+                body()  # what is set up at first use must not be captured
+                # Other threads go on using the device meanwhile.
+                graph.capture_begin(capture_error_mode='thread_local')
+                try:
+                    body()
+                except Exception:
+                    # What it says of a capture that broke off would hide why.
+                    with suppress(RuntimeError):
+                        graph.capture_end()
+                    raise
                 graph.capture_end()
-        outer.wait_stream(self._stream)
+        finally:
+            # Also after a failure: who gets the buffers next must not meet work that goes on.
+            outer.wait_stream(self._stream)
         while len(self._graphs) >= self._most:
             self._graphs.popitem(last=False)
         self._graphs[key] = graph

@@ -26,6 +26,20 @@ class Mark:
     def __init__(self, event: torch.cuda.Event | None = None) -> None:
         self.event = event
 
+    @classmethod
+    def here(cls, device: torch.device) -> Mark:
+        """Return a mark behind all work in a device's current stream."""
+        if device.type != 'cuda':
+            return cls()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(device))
+        return cls(event)
+
+    def wait(self) -> None:
+        """Return when it is reached."""
+        if self.event is not None:
+            self.event.synchronize()
+
     @property
     def reached(self) -> bool:
         """Say whether the work before it is done, without waiting."""

@@ -24,6 +24,8 @@ from qwen_vl_ros.engine.quant_linear import Int4Linear, Int8GroupLinear, pack_ni
 
 #: Column that each nibble of an AWQ word holds, low nibble first.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+#: Ends of the names of :func:`is_gptq_bias`.
+GPTQ_BIASES = tuple(f'{name}_proj.bias' for name in ('o', 'gate', 'up', 'down'))
 #: Tensors of a quantised matrix that are integers.
 INTEGERS = ('.qweight', '.qzeros', '.g_idx')
 
@@ -60,6 +62,9 @@ def parse(raw: dict[str, Any] | None, path: Path) -> QuantFormat | None:
     """
     if not raw:
         return None
+    if not isinstance(raw, dict):
+        raise CheckpointError(
+            f'{path}: quantization_config is {type(raw).__name__}; expected an object')
     method, bits, group = (raw.get(k) for k in ('quant_method', 'bits', 'group_size'))
 
     def refuse(what: str, expected: str) -> None:
@@ -72,7 +77,7 @@ def parse(raw: dict[str, Any] | None, path: Path) -> QuantFormat | None:
         refuse(f'to {bits} bits', '4 bits, or 8 with gptq')
     if not isinstance(group, int) or (group != -1 and group < 1):
         refuse(f'in groups of {group!r}', 'a positive number, or -1')
-    if method == 'awq' and (raw.get('version') or 'gemm').lower() != 'gemm':
+    if method == 'awq' and str(raw.get('version') or 'gemm').lower() != 'gemm':
         refuse(f"version '{raw['version']}'", "'gemm'")
     if method == 'awq' and raw.get('zero_point') is False:
         refuse('without zero points', 'zero_point true')
@@ -83,6 +88,11 @@ def parse(raw: dict[str, Any] | None, path: Path) -> QuantFormat | None:
         refuse('in the order of activations (desc_act)', 'inputs in their own order')
     offset = 1 if method == 'gptq' and layout == 'gptq' else 0
     return QuantFormat(str(method), int(bits), max(0, int(group)), offset)  # type: ignore[arg-type]
+
+
+def is_gptq_bias(name: str) -> bool:
+    """Tell whether AutoGPTQ may write a tensor although the model has none: zeros for a bias."""
+    return name.startswith('language.layers.') and name.endswith(GPTQ_BIASES)
 
 
 def shapes(base: str, rows: int, inputs: int, form: QuantFormat) -> dict[str, tuple[int, ...]]:
@@ -143,6 +153,10 @@ def convert(tensors: dict[str, Tensor], base: str, form: QuantFormat) -> Int4Lin
                 'one after another')
     zero = zero.T.to(torch.int16) + form.zero_offset
     scale = scales.T.contiguous().half()
+    if not bool(scale.isfinite().all()):
+        raise CheckpointError(
+            f'{base}.scales hold values beyond float16 (65504), in which they are kept; expected '
+            'a sound checkpoint')
     if form.bits == 8:
         return Int8GroupLinear(codes, scale, zero.contiguous())
     return Int4Linear(pack_nibbles(codes), scale, zero.to(torch.uint8).contiguous())

@@ -35,11 +35,13 @@ def check_request(request: Request, builder: PromptBuilder) -> None:
         refuse('temperature', 'a number from 0')
     if not 0 < request.top_p <= 1:
         refuse('top_p', 'a share in (0, 1]')
-    if request.top_k < 0:
-        refuse('top_k', 'at least 0')
+    if not isinstance(request.top_k, int) or request.top_k < 0:
+        refuse('top_k', 'a whole number from 0')
+    if not isinstance(request.seed, int) or not -1 << 63 <= request.seed < 1 << 63:
+        refuse('seed', 'a whole number of 64 bits, -2^63 to 2^63 - 1')
     if not 0 < request.keep_ratio <= 1:
         refuse('keep_ratio', 'a share in (0, 1]')
-    if request.deadline_s is not None and not request.deadline_s > 0:
+    if request.deadline_s is not None and not 0 < request.deadline_s < math.inf:
         refuse('deadline_s', 'more than 0 seconds, or None')
     builder.check_text(request.question, 'question')
     builder.check_text(request.system_prompt or '', 'system prompt')
@@ -76,19 +78,21 @@ def lay_out(
     total = grid[0] * grid[1] * grid[2] // 4
     if keep is not None:
         keep = np.asarray(keep)
-        if keep.dtype != np.bool_ or keep.shape != (total,):
+        units = grid[0], grid[1] // 2, grid[2] // 2
+        if keep.dtype != np.bool_ or keep.shape not in ((total,), units):
             raise EngineError(
                 ErrorCode.BAD_REQUEST,
-                f'the keep mask is {keep.dtype} {list(keep.shape)}; expected bool [{total}] for a '
-                f'grid of {grid[0]}x{grid[1] // 2}x{grid[2] // 2} units')
+                f'the keep mask is {keep.dtype} {list(keep.shape)}; expected bool [{total}] or '
+                f'{list(units)} for a grid of {units[0]}x{units[1]}x{units[2]} units')
+        keep = keep.reshape(-1)
         if not keep.any():
             raise EngineError(
                 ErrorCode.BAD_REQUEST,
                 f'the keep mask keeps none of the {total} units; expected at least one')
         if keep.all():
             keep = None
-    units = None if keep is None else np.flatnonzero(keep)
-    return VisualToken(grid, len(visual.frames) > 1, 0, units, tuple(visual.frames))
+    kept = None if keep is None else np.flatnonzero(keep)
+    return VisualToken(grid, len(visual.frames) > 1, 0, kept, tuple(visual.frames))
 
 
 def named(token: VisualToken, variant: str = '') -> VisualToken:

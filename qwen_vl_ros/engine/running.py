@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +33,16 @@ BANDS, DROPPED = 'micro_batch', 'keep_ratio'
 
 #: The one of :attr:`ModelInfo.approximate` that only answers about pictures have.
 VISION_QUANTIZATION = 'vision_quantization'
+
+
+#: Temperatures below it are greedy: logits divided by them would leave the range of float.
+COLDEST = 1e-4
+
+
+def sampling_of(request: Request) -> Sampling:
+    """Return how a request's tokens are chosen."""
+    temperature = request.temperature if request.temperature >= COLDEST else 0.0
+    return Sampling(temperature, request.top_k, request.top_p)
 
 
 class Shared(Protocol):
@@ -77,8 +88,9 @@ class Running:
         self.slot: int | None = None
         self._shared = shared
         self._cancelled = cancelled
-        self._end_ns = None if request.deadline_s is None else (
-            timeline.start_ns + int(request.deadline_s * 1e9))
+        # Any other is refused when the request is laid out.
+        self._end_ns = timeline.start_ns + int(request.deadline_s * 1e9) if (
+            request.deadline_s is not None and math.isfinite(request.deadline_s)) else None
         self._said: list[str] = []
         self._finite: list[tuple[Look, Tensor]] = []
 
@@ -244,7 +256,7 @@ class Running:
     def _launch_first(self) -> Arriving:
         assert self.hidden is not None
         request, model = self.request, self._shared.model
-        sampling = Sampling(request.temperature, request.top_k, request.top_p)
+        sampling = sampling_of(request)
         generator = None
         if sampling.temperature:
             generator = torch.Generator(model.device).manual_seed(request.seed)
@@ -305,7 +317,7 @@ class Running:
         """Give the sequence to the decoder, which runs ``token`` next; return its slot."""
         request, prompt = self.request, self.prompt
         assert self.cache is not None
-        sampling = Sampling(request.temperature, request.top_k, request.top_p)
+        sampling = sampling_of(request)
         # Another seed than the first token's, whose draw would otherwise come twice.
         row = Row(self.cache, prompt.next_position - prompt.ids.size, sampling, request.seed + 1,
                   named=prompt.runs_on, steps=self._acceptor.most - 1)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qwen_vl_ros.engine.errors import one_line
 from qwen_vl_ros.engine.tensorrt_network import (
     INPUTS,
     NETWORK_VERSION,
@@ -86,8 +87,9 @@ def choose_engine(encoder: VisionEncoder, name: str, most_pixels: int,
     most = max(4, most_pixels // 196 // 4 * 4)
     try:
         engine: Any = TensorRtEncoder(encoder, Profile(4, min(1564, most), most), precision)
-    except TensorRtError as error:
-        LOG.warning('vision.engine tensorrt is not used: %s', error)
+    except (TensorRtError, RuntimeError, MemoryError) as error:
+        # Out of memory while it is built or tried is no reason to have no engine at all.
+        LOG.warning('vision.engine tensorrt is not used: %s', one_line(error))
         return 'native'
     encoder.fused = engine
     return name

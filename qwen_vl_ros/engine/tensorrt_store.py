@@ -9,6 +9,7 @@ could have written, is passed over and replaced.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -32,7 +33,7 @@ class Key:
     What an engine was built from.
 
     :param library: flavour and version, such as 'tensorrt_rtx 1.7.1.116'.
-    :param gpu: name, compute capability and driver.
+    :param gpu: name, compute capability and the CUDA release of torch's build.
     :param model: digest of the encoder's weights and shape.
     :param precision: fp16 or int8.
     :param grid: least, usual and most patches of a slice.
@@ -59,6 +60,11 @@ def cache_folder() -> Path:
     return Path(base) / 'qwen_vl_ros' / 'tensorrt'
 
 
+def _others_write(found: os.stat_result) -> bool:
+    """Tell whether somebody else may write a file or folder."""
+    return found.st_uid not in (os.getuid(), 0) or bool(found.st_mode & 0o022)
+
+
 class Store:
     """
     A folder of engines or timings.
@@ -79,16 +85,20 @@ class Store:
         """Return what was stored under a key, or ``None`` with a line in the log why not."""
         path = self.path(key)
         try:
-            found = path.lstat()
-            if not stat.S_ISREG(found.st_mode):
-                return self._refuse(path, 'it is not a plain file')
-            if found.st_uid not in (os.getuid(), 0) or found.st_mode & 0o022:
-                return self._refuse(path, 'other users could have written it')
-            data = path.read_bytes()
+            # What is looked at is what is read, whatever comes into its place meanwhile.
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(handle, 'rb') as file:
+                found = os.fstat(handle)
+                if not stat.S_ISREG(found.st_mode):
+                    return self._refuse(path, 'it is not a plain file')
+                if any(_others_write(place) for place in (found, self.folder.stat())):
+                    return self._refuse(path, 'other users could have written it')
+                data = file.read()
         except FileNotFoundError:
             return None
         except OSError as error:
-            return self._refuse(path, str(error.strerror))
+            return self._refuse(path, 'it is not a plain file' if error.errno == errno.ELOOP
+                                else str(error.strerror))
         line, _, body = data.partition(b'\n')
         if len(line) > MOST_HEADER or line != self._header(key, body):
             return self._refuse(path, 'its header does not fit its content or this machine')

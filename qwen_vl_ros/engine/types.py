@@ -17,7 +17,7 @@ class Visual:
 
     :param frames: the frames; a clip of odd length repeats its last frame (as transformers does).
     :param keep: bool, one entry a 2x2 unit of the grid in raster order over all temporal slices
-        (shape [T * H/2 * W/2]); ``None`` keeps all.
+        (shape [T * H/2 * W/2], or [T, H/2, W/2]); ``None`` keeps all.
     :param variant: names features that are not those of the encoder on the kept units alone, so
         that caches tell them apart (see :mod:`qwen_vl_ros.saliency.after_merger`).
     """
@@ -37,7 +37,7 @@ class Request:
     :param system_prompt: replaces the template's default; ``None`` keeps the engine's.
     :param session_id: turns of one non-empty session share their history.
     :param max_new_tokens: most tokens to generate, at least 1.
-    :param temperature: 0 is greedy.
+    :param temperature: 0 is greedy, and so is anything under 0.0001.
     :param top_p: nucleus of sampling, (0, 1].
     :param top_k: 0 is off.
     :param seed: of sampling.

@@ -256,13 +256,15 @@ class FakeGraph:
 
 @pytest.fixture
 def fake_cuda(monkeypatch):
-    """Let graphs be captured without a device."""
+    """Let graphs be captured without a device; gives who waited for whom."""
+    waits = []
+
     class Stream:
         def __init__(self, *args):
             pass
 
         def wait_stream(self, other):
-            pass
+            waits.append((self, other))
 
         def __enter__(self):
             return self
@@ -286,6 +288,7 @@ def fake_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, 'stream', lambda stream: stream)
     monkeypatch.setattr(torch.cuda, 'current_stream', lambda device: Stream())
     monkeypatch.setattr(torch.cuda, 'mem_get_info', lambda device: (100, 200))
+    return waits
 
 
 def test_a_graph_sees_fresh_inputs_also_at_first_use(fake_cuda):
@@ -312,14 +315,23 @@ def test_a_graph_sees_fresh_inputs_also_at_first_use(fake_cuda):
     assert len(found) == 2
 
 
-def test_a_capture_that_fails_leaves_no_graph(fake_cuda):
+@pytest.mark.parametrize('when', ['at first', 'captured'])
+def test_a_capture_that_fails_leaves_no_graph(fake_cuda, monkeypatch, when):
     def body():
-        if FakeGraph.recording is not None:
+        if when == 'at first' or FakeGraph.recording is not None:
             raise RuntimeError('out of memory')
 
+    def end(self):
+        FakeGraph.recording = None
+        raise RuntimeError('the capture was invalidated')
+
+    monkeypatch.setattr(FakeGraph, 'capture_end', end)
     found = Graphs(torch.device('cuda'), 'test')
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match='out of memory'):
         found.run('a', lambda: None, body, lambda: None)
+    # The side stream waited for the outer one, and that for what the side stream had begun.
+    (side, outer), (last, begun) = fake_cuda
+    assert begun is side and last is outer
     assert len(found) == 0 and not found.captured
     assert graphs.Direct().captured == []
 

@@ -15,6 +15,7 @@ from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.generate import Choice
 from qwen_vl_ros.engine.layers import rms_norm
 from qwen_vl_ros.engine.types import Delta, Request, Stage, Visual
+from qwen_vl_ros.kernels.loader import KernelError
 from qwen_vl_ros.measure.timeline import Timeline
 
 
@@ -60,6 +61,30 @@ def test_cancel_between_pictures_and_chunks(folders, picture, after):
     assert whole.token_ids == list(engine.answer(request))[-1].answer.token_ids
 
 
+def test_a_device_is_never_more_than_a_chunk_ahead(folders, picture, monkeypatch):
+    """A cancel is looked for when the chunk before the last one is done."""
+    engine = Engine.load(str(folders['small']), device='cpu', prefill_chunk=32)
+    log = []
+
+    class Noted:
+        def __init__(self, number):
+            self.number = number
+
+        def wait(self):
+            log.append(('waited', self.number))
+
+    def here(device):
+        number = sum(what == 'launched' for what, _ in log)
+        log.append(('launched', number))
+        return Noted(number)
+
+    monkeypatch.setattr('qwen_vl_ros.engine.engine.Mark.here', here)
+    ask(engine, QUESTION, picture(448, 336))
+    chunks = [number for what, number in log if what == 'launched']
+    assert len(chunks) >= 6 and log == [('launched', 0)] + [
+        one for number in chunks[1:] for one in (('waited', number - 1), ('launched', number))]
+
+
 def test_a_deadline_counts_from_submission_and_stops_the_work(engine, picture):
     """C14."""
     request = Request(QUESTION, (Visual((picture(448, 336),)),), max_new_tokens=4000,
@@ -100,6 +125,10 @@ def test_an_abandoned_answer_leaves_the_engine_usable(engine, picture):
     (ValueError('odd'), ErrorCode.UNKNOWN),
     (MemoryError(), ErrorCode.OUT_OF_MEMORY),
     (torch.cuda.OutOfMemoryError('CUDA out of memory. Tried'), ErrorCode.OUT_OF_MEMORY),
+    (KernelError('no memory for a plan', 11), ErrorCode.OUT_OF_MEMORY),
+    (RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`'),
+     ErrorCode.OUT_OF_MEMORY),
+    (KernelError('no GPU', 9), ErrorCode.UNKNOWN),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
      ErrorCode.OUT_OF_MEMORY),
 ])

@@ -102,6 +102,34 @@ def test_a_quantised_folder_equals_its_weights_in_floats(config, tmp_path):
         Engine.load(str(quantised), device='cpu', quantization='int8')
 
 
+@pytest.mark.parametrize('zero', [True, False])
+def test_biases_that_autogptq_writes_are_zeros(zero, tmp_path):
+    def change(tensors):
+        for name in [n for n in tensors if n.endswith('.qweight')]:
+            base = name.removesuffix('qweight')
+            if base.split('.')[-2] in ('o_proj', 'gate_proj', 'up_proj', 'down_proj'):
+                tensors[base + 'bias'] = torch.zeros(tensors[name].shape[1], dtype=torch.half)
+                tensors[base + 'bias'][3] = 0 if zero else 0.5
+
+    quantised, _ = write(tmp_path, GPTQ4, change)
+    if zero:
+        Engine.load(str(quantised), device='cpu').close()
+        return
+    with pytest.raises(CheckpointError, match=r'proj\.bias is not zero; expected no bias, or the'):
+        Engine.load(str(quantised), device='cpu')
+
+
+def test_scales_beyond_float16_are_refused_at_load(tmp_path):
+    def change(tensors):
+        name = next(n for n in tensors if n.endswith('.scales'))
+        tensors[name] = tensors[name].float()
+        tensors[name][0, 0] = 1e6
+
+    quantised, _ = write(tmp_path, AWQ, change)
+    with pytest.raises(CheckpointError, match=r'scales hold values beyond float16'):
+        Engine.load(str(quantised), device='cpu')
+
+
 def test_awq_order_by_hand():
     # Column c of a word holds the code c + 1.
     word = sum((AWQ_ORDER[place] + 1) << (4 * place) for place in range(8))
@@ -120,6 +148,9 @@ def test_awq_order_by_hand():
     ({**GPTQ4, 'group_size': 0}, ('groups of 0',)),
     ({'quant_method': 'bitsandbytes', 'bits': 4}, ("'bitsandbytes'", 'awq, gptq')),
     ({**AWQ, 'group_size': 100}, ('groups of 100', 'do not divide')),
+    ({**AWQ, 'version': 1}, ("version '1'", "'gemm'")),
+    ('awq', ('quantization_config is str', 'an object')),
+    ([4], ('quantization_config is list', 'an object')),
 ])
 def test_formats_that_are_not_read_are_named(config, words, tmp_path):
     shutil.copytree(TINY, tmp_path / 'm')
@@ -140,5 +171,5 @@ def test_act_order_and_missing_parts_are_named(tmp_path):
     with pytest.raises(CheckpointError, match='act-order'):
         Engine.load(str(folder), device='cpu')
     folder, _ = write(tmp_path / 'b', AWQ, lambda t: t.pop('model.layers.0.mlp.up_proj.scales'))
-    with pytest.raises(CheckpointError, match=r'missing: language.layers.0.mlp.up_proj.scales'):
+    with pytest.raises(CheckpointError, match=r'missing: model.layers.0.mlp.up_proj.scales'):
         Engine.load(str(folder), device='cpu')

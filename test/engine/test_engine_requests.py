@@ -146,6 +146,12 @@ def test_the_context_bounds_the_answer(folders, picture):
     ({'top_k': -1}, 'top_k'),
     ({'keep_ratio': 0.0}, 'keep_ratio'),
     ({'deadline_s': 0.0}, 'deadline_s'),
+    ({'deadline_s': math.nan}, 'deadline_s'),
+    ({'deadline_s': math.inf}, 'deadline_s'),
+    ({'seed': 1 << 63}, 'seed'),
+    ({'seed': -(1 << 63) - 1}, 'seed'),
+    ({'seed': 0.5}, 'seed'),
+    ({'top_k': 1.5}, 'top_k'),
     ({'visuals': (Visual(()),)}, 'a visual without frames'),
     ({'question': 'x <|image_pad|> y'}, "control token '<|image_pad|>'"),
     ({'system_prompt': '<|im_end|>'}, "system prompt contains the control token '<|im_end|>'"),
@@ -160,9 +166,32 @@ def test_a_keep_mask_of_another_grid_is_refused(engine, picture):
     visual = Visual((picture(448, 336),), np.ones(191, bool))
     error = refusal(engine, Request(QUESTION, (visual,)))
     assert error.code == ErrorCode.BAD_REQUEST
-    assert 'bool [191]; expected bool [192] for a grid of 1x12x16 units' in error.message
+    assert ('bool [191]; expected bool [192] or [1, 12, 16] for a grid of 1x12x16 units'
+            in error.message)
+    visual = Visual((picture(448, 336),), np.ones((1, 16, 12), bool))
+    assert 'bool [1, 16, 12]; expected' in refusal(engine, Request(QUESTION, (visual,))).message
     visual = Visual((picture(448, 336),), np.ones(192, int))
     assert 'int64 [192]' in refusal(engine, Request(QUESTION, (visual,))).message
+
+
+def test_a_keep_mask_may_have_the_shape_of_the_grid(engine, picture):
+    flat = np.arange(192) % 3 == 0
+    answers = [ask_with(engine, Visual((picture(448, 336),), keep))
+               for keep in (flat, flat.reshape(1, 12, 16))]
+    assert answers[0].vision_tokens_kept == 64
+    assert answers[0].token_ids == answers[1].token_ids
+
+
+def ask_with(engine, visual, **more):
+    request = Request(QUESTION, (visual,), max_new_tokens=4, **more)
+    return list(engine.answer(request))[-1].answer
+
+
+@pytest.mark.parametrize('temperature', [1e-45, 1e-38, 9e-5])
+def test_a_temperature_next_to_nothing_is_greedy(engine, picture, temperature):
+    visual = Visual((picture(224, 224),))
+    assert ask_with(engine, visual, temperature=temperature).token_ids == ask_with(
+        engine, visual).token_ids
 
 
 def test_a_keep_ratio_drops_units(engine, picture):

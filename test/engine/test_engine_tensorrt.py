@@ -197,6 +197,21 @@ def test_files_that_others_could_have_written_are_refused(tmp_path, caplog):
     os.replace(store.path(KEY), other)
     store.path(KEY).symlink_to(other)
     assert store.read(KEY) is None and 'not a plain file' in caplog.text
+    caplog.clear()
+    os.replace(other, store.path(KEY))
+    assert store.read(KEY) == b'the plan' and not caplog.records
+    tmp_path.chmod(0o777)
+    assert store.read(KEY) is None and 'other users could have written it' in caplog.text
+
+
+def test_running_out_of_memory_is_no_reason_to_have_no_engine(encoder, caplog, monkeypatch):
+    def fail(*given):
+        raise torch.cuda.OutOfMemoryError('CUDA out of memory. Tried to allocate\nmore')
+
+    monkeypatch.setattr(tensorrt, 'TensorRtEncoder', fail)
+    fused = encoder.fused
+    assert choose_engine(encoder, 'tensorrt', 401408) == 'native' and encoder.fused is fused
+    assert len(caplog.records) == 1 and 'CUDA out of memory' in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path, caplog):
