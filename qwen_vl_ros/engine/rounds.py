@@ -125,7 +125,7 @@ class Rounds:
 
         A decode step and the encoder both want the whole device. Steps that wait until no frame
         can be taken up are shared by more sequences than steps that run as they can; for standing
-        questions that is the better use of the device (measured: kernels/cuda/prompts.md). Whoever
+        questions that is the better use of the device (measured: docs/architecture.md). Whoever
         waits for words is not held up, and the pictures of an urgent question go before the words
         of standing ones.
         """

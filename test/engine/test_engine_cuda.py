@@ -89,9 +89,12 @@ def test_running_out_of_gpu_memory_gives_it_back(folders, picture):
     free = memory_available(engine.model.device)
     assert free and free == pytest.approx(torch.cuda.mem_get_info()[0], rel=0.1)
     assert pick_dtype('auto', engine.model.device) == torch.bfloat16
+    frame = picture(448, 336)
+    expected = ask(engine, QUESTION, frame).token_ids
     engine.forget()
     with no_memory():
         with pytest.raises(Exception, match='out of memory') as caught:
             ask(engine, QUESTION, picture(1280, 720))
         assert caught.value.code.name == 'OUT_OF_MEMORY'
-    assert ask(engine, QUESTION, picture(448, 336)).token_ids
+    assert engine.pool.used_bytes == 0 and len(engine.features) == 0
+    assert ask(engine, QUESTION, frame).token_ids == expected
