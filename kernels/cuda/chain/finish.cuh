@@ -76,14 +76,15 @@ __device__ inline float2 scales_of(const Product& p, int pair) {
 }
 
 // What outputs need besides their sum, for the first that a thread finishes asked for ahead: the
-// biases of a pair and how it is turned, or the residual under it.
+// scales of a pair, its biases and how it is turned, or the residual under it.
 struct Extra {
   float low, high;
-  float2 turn;
+  float2 turn, scale;
 
   // What can be read before the kernel waits, and what cannot.
-  template <class T, int kOp>
+  template <class T, int kForm, int kOp>
   __device__ void fetch_early(const Product& p, int pair) {
+    scale = scales_of<kForm>(p, pair);
     if constexpr (kOp == kQkv) {
       const T* bias = static_cast<const T*>(p.bias) + pair_row<kOp>(p.m, pair);
       low = static_cast<float>(bias[0]);
@@ -114,11 +115,11 @@ __device__ inline float norm_scale(const Product& p, const float* squares, int r
 
 template <class T>
 __device__ inline void finish_qkv(const Product& p, const qwen_vl_decode_row& r, int s, int pair,
-                                  float2 v, float2 scale, const Extra& extra) {
+                                  float2 v, const Extra& extra) {
   const int shift = p.m.dim_shift, half = 1 << (shift - 1);
   const int head = pair >> (shift - 1), d = pair & (half - 1);
-  v.x = fmaf(v.x, scale.x, extra.low);
-  v.y = fmaf(v.y, scale.y, extra.high);
+  v.x = fmaf(v.x, extra.scale.x, extra.low);
+  v.y = fmaf(v.y, extra.scale.y, extra.high);
   T* to;
   if (head < p.m.heads) {
     to = static_cast<T*>(p.m.q) + ((s * p.m.heads + head) << shift) + d;
@@ -181,11 +182,10 @@ __device__ inline void finish(const Product& p, const float* parts, const int* s
     for (int i = threadIdx.x; i < mine * count; i += kThreads) {
       const int s = kN == 1 ? 0 : i / mine, local = i - s * mine, pair = first + local;
       if (i >= kThreads) {
-        extra.template fetch_early<T, kOp>(p, pair);
+        extra.template fetch_early<T, kForm, kOp>(p, pair);
         extra.template fetch_late<kOp>(p, s, pair);
       }
       float2 v = gather<kOp, kN>(parts, spans, local, s);
-      const float2 scale = scales_of<kForm>(p, pair);
       if constexpr (kOp == kQkv || kOp == kGateUp) {
         const float norm = norm_scale<T>(p, rows.squares, s);
         v.x *= norm;
@@ -193,16 +193,16 @@ __device__ inline void finish(const Product& p, const float* parts, const int* s
       }
       // Fused by hand, so that the kernels for one sequence and for several round alike.
       if constexpr (kOp == kQkv) {
-        finish_qkv<T>(p, rows.row[s], s, pair, v, scale, extra);
+        finish_qkv<T>(p, rows.row[s], s, pair, v, extra);
       } else if constexpr (kOp == kGateUp) {
-        v.x *= scale.x;
-        v.y *= scale.y;
+        v.x *= extra.scale.x;
+        v.y *= extra.scale.y;
         static_cast<T*>(p.m.act)[static_cast<int64_t>(s) * p.m.mlp + place_input<kForm>(pair)] =
             T(quotient(v.x, 1.f + __expf(-v.x)) * v.y);
       } else {
         float* x = p.m.x + s * p.m.width + pair_row<kOp>(p.m, pair);
-        x[0] = fmaf(v.x, scale.x, extra.low);
-        x[8] = fmaf(v.y, scale.y, extra.high);
+        x[0] = fmaf(v.x, extra.scale.x, extra.low);
+        x[8] = fmaf(v.y, extra.scale.y, extra.high);
       }
     }
   }

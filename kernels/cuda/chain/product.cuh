@@ -148,7 +148,8 @@ __global__ void __launch_bounds__(kThreads, kResident) product(const __grid_cons
   const int s = kN == 1 ? 0 : threadIdx.x / max(mine, 1);
   const int pair = first + threadIdx.x - s * mine;
   Extra extra;
-  if (s < count && pair < first + mine) extra.template fetch_early<T, kOp>(p, pair);
+  if (kOp != kHead && s < count && pair < first + mine)
+    extra.template fetch_early<T, kForm, kOp>(p, pair);
 
   await_previous();
   if (s < count && pair < first + mine) extra.template fetch_late<kOp>(p, s, pair);
