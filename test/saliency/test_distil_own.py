@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from qwen_vl_ros.saliency.head import SaliencyHead
+from qwen_vl_ros.saliency.head import SaliencyHead, channels
 from qwen_vl_ros.saliency.selectors import FILE
 from tools.distil_head.__main__ import Lesson, main, parse, set_aside
 
@@ -51,7 +51,11 @@ def test_a_picture_that_the_model_does_not_take_is_left_out(tmp_path, capsys):
     line, = told.err.splitlines()
     assert line.startswith('left out: a.png: a picture of 2000x3 is too narrow')
     assert '2 maps' in told.out
-    SaliencyHead.load(tmp_path / FILE)
+    # What learned from stills ranks each moment of a clip by itself.
+    head = SaliencyHead.load(tmp_path / FILE)
+    now, before = torch.rand(2, 1, 3, 21, 28) * 255
+    asked = torch.rand(1, 192)
+    assert torch.equal(head(channels(now, before), asked), head(channels(now), asked))
 
 
 @pytest.mark.parametrize(('option', 'content', 'expected'), [
