@@ -59,12 +59,14 @@ class OpenTelemetry:
             raise ExportError(f'OpenTelemetry is asked for but {error.name} is missing: '
                               f'pip install {PACKAGES}') from None
         _hush()
-        self._said = _Once('the OpenTelemetry collector')
+        # One each: a collector may take the ones and not the others.
+        self._said = _Once('the OpenTelemetry collector of traces')
+        self._said_metrics = _Once('the OpenTelemetry collector of metrics')
         if span_exporter is None:
             span_exporter = _watched(OTLPSpanExporter(), self._said, SpanExportResult.FAILURE)
         if metric_reader is None:
             metric_reader = PeriodicExportingMetricReader(
-                _watched(OTLPMetricExporter(), self._said, MetricExportResult.FAILURE),
+                _watched(OTLPMetricExporter(), self._said_metrics, MetricExportResult.FAILURE),
                 export_interval_millis=10_000)
         resource = Resource.create({'service.name': service, 'service.version': __version__})
         self._traces = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -190,7 +192,7 @@ class OpenTelemetry:
 
     def close(self) -> None:
         """Send what is left; a dead collector is given up after :data:`CLOSE_S`."""
-        self._said.closing = True
+        self._said.closing = self._said_metrics.closing = True
 
         def end() -> None:
             self._traces.shutdown()

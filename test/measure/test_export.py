@@ -230,6 +230,38 @@ def test_a_collector_that_comes_back_is_named(caplog):
     assert [r.levelname for r in caplog.records] == ['WARNING', 'INFO', 'WARNING']
 
 
+def test_traces_that_arrive_and_metrics_that_do_not_are_told_apart(monkeypatch, caplog):
+    pytest.importorskip('opentelemetry.exporter.otlp.proto.http')
+    from qwen_vl_ros.measure.otel import OpenTelemetry
+
+    class Half(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers['content-length']))
+            self.send_response(200 if self.path == '/v1/traces' else 404)
+            self.send_header('content-length', '0')
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    server = HTTPServer(('127.0.0.1', 0), Half)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv('OTEL_EXPORTER_OTLP_ENDPOINT', f'http://127.0.0.1:{server.server_port}')
+    caplog.set_level(logging.INFO, 'qwen_vl_ros')
+    export = OpenTelemetry('half')
+    try:
+        for _ in range(3):
+            export.finished(question())
+            export._processor.force_flush()
+            export._metrics.force_flush()
+            assert not export._said.silent, 'traces are held back for what metrics lack'
+    finally:
+        export.close()
+        server.shutdown()
+    said = [r.getMessage() for r in caplog.records if r.name == 'qwen_vl_ros.measure.otel']
+    assert len(said) == 1 and 'collector of metrics does not answer' in said[0]
+
+
 def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, 'opentelemetry.sdk.metrics', None)
     monkeypatch.setitem(sys.modules, 'prometheus_client', None)
@@ -310,6 +342,24 @@ def test_stages_become_callbacks_with_their_names():
     assert [(c[0], names[c[1]]) for c in library.calls if c[0] != 'register'] == [
         ('start', 'qwen_vl vision'), ('end', 'qwen_vl vision'), ('start', 'qwen_vl prefill'),
         ('end', 'qwen_vl prefill'), ('start', 'qwen_vl vision'), ('end', 'qwen_vl vision')]
+
+
+def test_questions_at_the_same_time_keep_their_own_callbacks():
+    library = FakeTracetools()
+    points = Tracepoints(library)
+    for name, stage in (('a', 'vision'), ('b', 'vision'), ('a', 'prefill'), ('b', ''), ('a', '')):
+        points.entered(name, stage)
+    points.entered('c', 'vision')
+    points.close()
+    names = {call[2]: call[1] for call in library.calls if call[0] == 'register'}
+    events = [(c[0], c[1]) for c in library.calls if c[0] != 'register']
+    a, b = events[0][1], events[1][1]
+    assert a != b and names[a] == names[b] == 'qwen_vl vision'
+    prefill = events[3][1]
+    assert events[:6] == [('start', a), ('start', b), ('end', a), ('start', prefill), ('end', b),
+                          ('end', prefill)]
+    # What has ended is used again: a long run registers no more callbacks.
+    assert len(names) == 3 and events[6][1] in (a, b) and events[7] == ('end', events[6][1])
 
 
 def test_without_tracetools_nothing_is_said(monkeypatch, caplog, tmp_path):
