@@ -77,7 +77,7 @@ class Nvml:
             gpu_memory_used_mb=None if memory is None else memory.used / 2 ** 20,
             gpu_memory_total_mb=None if memory is None else memory.total / 2 ** 20,
             temperatures={} if warm is None else {'gpu': float(warm)},
-            power_mw={} if power is None else {'total': float(power)},
+            power_mw={} if power is None else {'gpu': float(power)},
             throttled=None if reasons is None else throttle_reasons(reasons), whys=whys)
 
 

@@ -80,7 +80,9 @@ class Sample:
         for name, value in self.power_mw.items():
             if name.upper() in ('VDD_IN', 'POM_5V_IN', 'VIN', 'TOTAL'):
                 return value
-        return sum(self.power_mw.values()) if self.power_mw else None
+        # A card's own figure is a part of what a board's rails say.
+        parts = [value for name, value in self.power_mw.items() if name != 'gpu']
+        return sum(parts or self.power_mw.values()) if self.power_mw else None
 
 
 def merge(samples: Iterable[Sample], time_ns: int) -> Sample:
@@ -97,7 +99,10 @@ def merge(samples: Iterable[Sample], time_ns: int) -> Sample:
             if spec.name == 'whys':
                 whys = {**value, **whys}
             elif isinstance(value, dict):
-                out[spec.name] = {**value, **out.get(spec.name, {})}  # type: ignore[dict-item]
+                # Also first in order, by which the input rail is found.
+                have: dict[str, object] = out.setdefault(spec.name, {})  # type: ignore[assignment]
+                for name, one in value.items():
+                    have.setdefault(name, one)
             elif value not in (None, ()) and spec.name not in out:
                 out[spec.name] = value
             elif spec.name == 'throttled' and value == () and 'throttled' not in out:

@@ -23,9 +23,10 @@ CPU = re.compile(rf'\bCPU \[([^\]]*)\](?:@({N}))?', re.IGNORECASE)
 CORE = re.compile(rf'({N})%(?:@({N}))?')
 EMC = re.compile(rf'\bEMC(?:_FREQ)? (?:({N})%)?(?:@({N}))?')
 GPU = re.compile(rf'\bGR3D(?:_FREQ)? (?:({N})%)?(?:@(?:\[([^\]]*)\]|({N})))?')
-TEMPERATURE = re.compile(rf'(?<![\w.@])([A-Za-z][\w-]*)@({N})C(?:/({N})C)*(?!\w)')
+#: A name begins where a word does and is bounded: a line of any length is read in linear time.
+TEMPERATURE = re.compile(rf'(?<![\w.@-])([A-Za-z][\w-]{{0,63}})@({N})C(?:/({N})C)*(?!\w)')
 RAIL = re.compile(
-    rf'(?<![\w.@])([A-Za-z][\w.+-]*) ({N})(mW)?/({N})(?:mW)?(?:/({N})(?:mW)?)*(?=\s|$)')
+    rf'(?<![\w.@+-])([A-Za-z][\w.+-]{{0,63}}) ({N})(mW)?/({N})(?:mW)?(?:/({N})(?:mW)?)*(?=\s|$)')
 ENGINE = re.compile(rf'(?<![\w.@])([A-Z][A-Z0-9_]*) (off|(?:({N})%)?@?({N})?)(?=\s|$)')
 
 #: Names that are not of engines though they look so; GR3D2 is no second GPU.

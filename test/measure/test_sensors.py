@@ -60,6 +60,14 @@ def board(tmp_path):
     return tmp_path
 
 
+def test_the_board_keeps_its_power_beside_a_card_that_tells_its_own():
+    board, card = Sample(power_mw={'VIN': 30e3}), Sample(power_mw={'gpu': 4e3})
+    assert merge([board, card], 0).total_mw == 30e3
+    assert merge([board, Sample(power_mw={'total': 4e3, 'VIN': 1.0})], 0).total_mw == 30e3
+    assert merge([Sample(power_mw={'CPU': 5e3, 'GPU': 3e3}), card], 0).total_mw == 8e3
+    assert card.total_mw == 4e3
+
+
 def test_kernel_files_of_an_orin(board):
     s = Sysfs(board).read()
     assert s.emc_percent == pytest.approx(12.0) and s.emc_mhz == 3199

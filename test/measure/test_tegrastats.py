@@ -1,5 +1,7 @@
 """Every known form of a tegrastats line, and whatever else may come."""
 
+import time
+
 import tegrastats_lines as lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,3 +175,12 @@ def test_impossible_stamps_are_none():
     assert stamp_of('99-99-2025 10:36:27 RAM') is None
     assert stamp_of('RAM 1/2MB') is None
     assert stamp_of(lines.JP6_64) is not None
+
+
+def test_a_long_line_of_half_names_takes_no_longer_than_reading_it():
+    text = 'a-' * 64_000
+    begun = time.process_time()
+    sample = parse(f'{text} cpu@40C VDD_IN 5000mW/5000mW')
+    # Trying every letter as the begin of a name takes a minute.
+    assert time.process_time() - begun < 2
+    assert sample.temperatures == {'cpu': 40.0} and sample.power_mw == {'VDD_IN': 5000.0}
