@@ -49,7 +49,13 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run it; 1 where there are no two GPUs."""
     if args.analyse:
-        print(format_result(_read(args.analyse)))
+        data = _read(args.analyse)
+        try:
+            text = format_result(data)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+            raise CliError(f'{args.analyse} is incomplete: not all of what qwen_vl interconnect '
+                           '--json writes is in it') from None
+        print(text)
         return 0
     if args.runs < 1 or args.most_bytes < 16384:
         raise CliError(f'--runs {args.runs} and --most-bytes {args.most_bytes}: expected at '
@@ -83,7 +89,7 @@ def _links() -> dict[str, Any]:
     try:
         return summary(links(load()))
     except UnavailableError as error:
-        return {'links': [], 'active': None, 'unavailable': str(error),
+        return {'links': [], 'pairs': [], 'active': None, 'unavailable': str(error),
                 'notes': list(NOT_SETTABLE)}
 
 
@@ -142,6 +148,9 @@ def format_links(found: dict[str, Any]) -> str:
         lines.append(f'card {link["card"]} link {link["number"]}: {state}, version '
                      f'{link["version"] or "unknown"}, {speed}, to {link["remote"] or "unknown"}, '
                      f'{errors}')
+    lines += [f'card {pair["card"]} to {pair["remote"] or "an unknown end"}: width '
+              + ('unknown' if pair['width'] is None else f'{pair["width"]} links')
+              for pair in found['pairs']]
     return '\n'.join([*lines, *found['notes']])
 
 

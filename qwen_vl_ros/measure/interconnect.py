@@ -239,8 +239,17 @@ def load_tuning(path: Path) -> list[dict[str, Any]]:
     rows = data.get('tuning') if isinstance(data, dict) else None
     if not isinstance(rows, list) or not all(
             isinstance(r, dict) and r.keys() >= {'both', 'size', 'way', 'streams', 'chunks'}
-            and r['way'] in WAYS for r in rows):
+            for r in rows):
         raise ValueError(f"{path} holds no table 'tuning'")
+    for number, row in enumerate(rows):
+        for name, good, wanted in (
+                ('both', isinstance(row['both'], bool), 'true or false'),
+                ('way', row['way'] in WAYS, ' or '.join(WAYS)),
+                *((name, type(row[name]) is int and 1 <= row[name] <= most, f'1 to {most}')
+                  for name, most in (('size', 1 << 50), ('streams', 1024), ('chunks', 1 << 20)))):
+            if not good:
+                raise ValueError(f"{path}: row {number} of 'tuning' has {name} "
+                                 f'{str(row[name])[:40]!r}; expected {wanted}')
     return rows
 
 

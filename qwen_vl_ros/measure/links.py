@@ -112,6 +112,22 @@ def _ask(nvml: Any, function: str, *arguments: Any) -> Any:
         return None
 
 
+def widths(found: list[Link]) -> list[dict[str, Any]]:
+    """
+    Return how many links are up between a card and each other end.
+
+    NVML does not tell the lanes of a link. The width is ``None`` where the state of one of the
+    links is unknown, or where they lead.
+    """
+    pairs: dict[tuple[int, str | None], list[Link]] = {}
+    for link in found:
+        pairs.setdefault((link.card, link.remote), []).append(link)
+    return [{'card': card, 'remote': remote,
+             'width': None if remote is None or any(link.active is None for link in own)
+             else sum(bool(link.active) for link in own)}
+            for (card, remote), own in pairs.items()]
+
+
 def summary(found: list[Link]) -> dict[str, Any]:
     """Return the links with their sums, JSON-ready."""
     active = [link for link in found if link.active]
@@ -120,6 +136,6 @@ def summary(found: list[Link]) -> dict[str, Any]:
     for link in found:
         for name, count in link.errors.items():
             errors[name] = errors.get(name, 0) + count
-    return {'links': [asdict(link) for link in found], 'active': len(active),
-            'gb_s': sum(rates) / 1e3 if rates else None, 'errors': errors,
+    return {'links': [asdict(link) for link in found], 'pairs': widths(found),
+            'active': len(active), 'gb_s': sum(rates) / 1e3 if rates else None, 'errors': errors,
             'notes': list(NOT_SETTABLE)}

@@ -25,7 +25,7 @@ from qwen_vl_ros.measure.interconnect import (
     sensitivity,
     tuning,
 )
-from qwen_vl_ros.measure.links import links, summary
+from qwen_vl_ros.measure.links import Link, links, summary
 from qwen_vl_ros.measure.transport import HandOver, Transport, compute_ms
 
 SIZES = tuple(4096 * 16 ** i for i in range(4))
@@ -160,6 +160,30 @@ def test_a_transfer_is_looked_up_by_the_nearest_size(measured, tmp_path):
         load_tuning(tmp_path / 'none.json')
 
 
+@pytest.mark.parametrize(('name', 'value'), [
+    ('size', 'big'), ('size', 0), ('size', True), ('streams', 0), ('streams', 1.5),
+    ('chunks', -1), ('chunks', None), ('both', 'no'), ('way', []), ('way', 'by air')])
+def test_a_tuning_table_with_a_wrong_value_is_named(measured, tmp_path, name, value):
+    table = tuning(measured)
+    table[1] = table[1] | {name: value}
+    path = tmp_path / 'x.json'
+    path.write_text(json.dumps({'tuning': table}))
+    with pytest.raises(ValueError, match=f'row 1 .*{name}') as caught:
+        load_tuning(path)
+    assert '\n' not in str(caught.value)
+
+
+def test_an_incomplete_analysis_is_one_line(measured, tmp_path, capsys):
+    result = analyse(measured, 1_201_152, 3.0)
+    path = tmp_path / 'x.json'
+    for name, value in (('hand_over', {}), ('ways', {'direct': {}}), ('sensitivity', [1]),
+                        ('ways', [])):
+        path.write_text(json.dumps(result | {name: value}))
+        assert main(['interconnect', '--analyse', str(path)]) == 2
+        error = capsys.readouterr().err
+        assert 'incomplete' in error and error.count('\n') == 1
+
+
 def test_the_whole_analysis(measured, tmp_path, capsys):
     result = analyse(measured, 1_201_152, 3.0)
     over = result['hand_over']
@@ -289,6 +313,16 @@ def test_links_are_read_and_nothing_is_set():
     assert whole['active'] == 2 and whole['gb_s'] == 50.0 and whole['errors'] == {'replay': 12}
     text = format_links(whole)
     assert 'cannot be set' in text and 'Orin has no NVLink' in text and 'link 0: up' in text
+
+
+def test_the_width_is_the_links_that_are_up_between_two_ends():
+    pair = [Link(0, n, n != 2, remote='b') for n in range(3)]
+    whole = summary([*pair, Link(0, 3, True, remote='c'), Link(1, 0, None, remote='a'),
+                     Link(2, 0, True)])
+    assert [(p['card'], p['remote'], p['width']) for p in whole['pairs']] == [
+        (0, 'b', 2), (0, 'c', 1), (1, 'a', None), (2, None, None)]
+    text = format_links(whole)
+    assert 'card 0 to b: width 2 links' in text and 'card 1 to a: width unknown' in text
 
 
 def test_a_card_without_links_has_none():
