@@ -89,14 +89,16 @@ class Sysfs:
         clock, why = number(self.root, GPU_CLOCKS)
         _noted(whys, 'gpu_mhz', clock, why)
         values['gpu_mhz'] = () if clock is None else (clock / 1e6,)
-        values['temperatures'] = self._temperatures()
-        values['power_mw'] = self._power()
-        values['power_mode'] = self.power_mode()
-        values['over_current'] = self._over_current()
+        values['temperatures'] = self._temperatures(whys)
+        values['power_mw'] = self._power(whys)
+        values['power_mode'] = self.power_mode(whys)
+        values['over_current'] = self._over_current(whys)
         values['cpu'] = self._cpu()
         for name in ('temperatures', 'power_mw', 'power_mode', 'over_current', 'cpu'):
             if values[name] in (None, {}, ()):
-                whys[name] = NOT_PRESENT
+                whys.setdefault(name, NOT_PRESENT)
+            else:
+                whys.pop(name, None)
         values |= self._memory()
         return Sample(**values, whys=whys)  # type: ignore[arg-type]
 
@@ -113,10 +115,10 @@ class Sysfs:
         _noted(whys, 'emc_percent', percent, busy_why)
         return {'emc_percent': percent, 'emc_mhz': None if rate is None else rate / 1e6}
 
-    def _temperatures(self) -> dict[str, float]:
+    def _temperatures(self, whys: dict[str, str]) -> dict[str, float]:
         out = {}
         for zone in sorted(self.root.glob('sys/class/thermal/thermal_zone*')):
-            degrees, _ = number(zone, ['temp'])
+            degrees = _asked(whys, 'temperatures', zone, 'temp')
             # -256 degrees is how a Jetson says that a sensor is off.
             if degrees is not None and degrees > -200_000:
                 name, _ = read(zone, ['type'])
@@ -124,27 +126,29 @@ class Sysfs:
                 out[short] = degrees / 1e3
         return out
 
-    def _power(self) -> dict[str, float]:
+    def _power(self, whys: dict[str, str]) -> dict[str, float]:
         out = {}
         for folder in sorted(self.root.glob(RAILS)):
             for label in sorted(folder.glob('in*_label')):
                 name, _ = read(folder, [label.name])
                 line = label.name[2:-len('_label')]
-                volts, _ = number(folder, [f'in{line}_input'])
-                amperes, _ = number(folder, [f'curr{line}_input'])
+                volts = _asked(whys, 'power_mw', folder, f'in{line}_input')
+                amperes = _asked(whys, 'power_mw', folder, f'curr{line}_input')
                 if name and name != 'NC' and volts is not None and amperes is not None:
                     out[name] = volts * amperes / 1e3
         for folder in sorted(self.root.glob(OLD_RAILS)):
             for label in sorted(folder.glob('rail_name_*')):
                 name, _ = read(folder, [label.name])
-                power, _ = number(folder, [f'in_power{label.name[-1]}_input'])
+                power = _asked(whys, 'power_mw', folder, f'in_power{label.name[-1]}_input')
                 if name and name != 'NC' and power is not None:
                     out[name] = power
         return out
 
-    def power_mode(self) -> str | None:
+    def power_mode(self, whys: dict[str, str]) -> str | None:
         """Return the number of nvpmodel's mode, with its name where the configuration tells it."""
-        text, _ = read(self.root, ['var/lib/nvpmodel/status'])
+        text, why = read(self.root, ['var/lib/nvpmodel/status'])
+        if text is None:
+            whys['power_mode'] = why
         found = re.search(r'pmode:0*([0-9]{1,4})', text or '')
         if not found:
             return None
@@ -152,8 +156,8 @@ class Sysfs:
         name = re.search(rf'POWER_MODEL ID={found[1]} NAME=(\S+)', modes or '')
         return f'{found[1]} {name[1]}' if name else found[1]
 
-    def _over_current(self) -> int | None:
-        counts = [number(path.parent, [path.name])[0]
+    def _over_current(self, whys: dict[str, str]) -> int | None:
+        counts = [_asked(whys, 'over_current', path.parent, path.name)
                   for path in sorted(self.root.glob('sys/class/hwmon/hwmon*/oc*_event_cnt'))]
         known = [int(count) for count in counts if count is not None]
         return sum(known) if known else None
@@ -179,6 +183,14 @@ class Sysfs:
             out['swap_total_mb'] = int(kib['SwapTotal']) / 1024
             out['swap_used_mb'] = (int(kib['SwapTotal']) - int(kib['SwapFree'])) / 1024
         return out
+
+
+def _asked(whys: dict[str, str], name: str, folder: Path, file: str) -> float | None:
+    """Return a file's number; else note why, of which 'not permitted' outweighs the rest."""
+    value, why = number(folder, [file])
+    if value is None and whys.get(name) != NOT_PERMITTED:
+        whys[name] = why
+    return value
 
 
 def _noted(whys: dict[str, str], name: str, value: float | None, why: str) -> float | None:

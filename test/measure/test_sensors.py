@@ -101,6 +101,23 @@ def test_a_refused_read_is_not_permitted(board, monkeypatch):
     assert s.gpu_percent == 87.3
 
 
+@pytest.mark.parametrize(('file', 'name'), [
+    ('temp', 'temperatures'), ('_input', 'power_mw'), ('status', 'power_mode'),
+    ('_event_cnt', 'over_current')])
+def test_what_is_there_and_refused_is_not_called_absent(board, monkeypatch, file, name):
+    assert name not in Sysfs(board).read().whys
+    read_text = Path.read_text
+
+    def refuse(path, *args, **more):
+        if path.name.endswith(file):
+            raise PermissionError(13, 'Permission denied')
+        return read_text(path, *args, **more)
+
+    monkeypatch.setattr(Path, 'read_text', refuse)
+    sample = Sysfs(board).read()
+    assert sample.whys[name] == NOT_PERMITTED and not getattr(sample, name)
+
+
 def test_emc_activity_without_its_clock_is_unknown(board):
     (board / 'sys/kernel/debug/bpmp/debug/clk/emc/rate').write_text('0\n')
     assert Sysfs(board).read().emc_percent is None
