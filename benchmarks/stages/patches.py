@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument('--seconds', type=float, default=3.0, help='for each thing that is timed')
     parser.add_argument('--threads', type=int, nargs='+', default=[1, 2, 4])
+    names = [f'{w}x{h}' for w, h in SIZES]
+    parser.add_argument('--sizes', nargs='+', metavar='WxH', default=names, choices=names,
+                        help='of frames (all)')
     parser.add_argument('--torchvision', type=Path, metavar='FOLDER',
                         help='folder with an installed torchvision, where none is importable')
 
@@ -61,10 +64,11 @@ def run(args: argparse.Namespace) -> list[Record]:
     else:
         baselines[TORCHVISION] = torchvision
     found: list[Record] = []
-    for size in SIZES:
+    sizes = [size for size in SIZES if f'{size[0]}x{size[1]}' in args.sizes]
+    for size in sizes:
         found += one_size(size, baselines, args)
     found += forms(isas, args)
-    for size in SIZES:
+    for size in sizes:
         found += memory(size)
     return found
 

@@ -28,7 +28,7 @@ examples:
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Options of a stage that keep it short.
-QUICK = {'patches': ['--seconds', '0.1', '--threads', '1'],
+QUICK = {'patches': ['--seconds', '0.1', '--threads', '1', '--sizes', '640x480'],
          'answer': ['--seconds', '0.5', '--size', '640x480', '--keep', '1'],
          'projection': ['--calls', '10', '--replays', '5'],
          'eval': ['--items', '5', '--keep', '1'],
@@ -53,7 +53,8 @@ def add_parser(subparsers) -> None:
         'bench', help='time every stage that this machine can', description=DESCRIPTION,
         epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('stages', nargs='*', metavar='STAGE', help='only these (all)')
-    parser.add_argument('--quick', action='store_true', help='short runs: rough figures')
+    parser.add_argument('--quick', action='store_true',
+                        help='short runs: rough figures, in NAME-quick.json; tables stay')
     parser.add_argument('--results', type=Path, metavar='FILE',
                         help="records go there (this machine's file in benchmarks/results)")
     parser.add_argument('--against', type=Path, metavar='FILE',
@@ -70,7 +71,7 @@ def add_parser(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run it; 1 when a stage failed, or with --strict when a figure regressed."""
-    from qwen_vl_ros.measure.bench import results_name
+    from qwen_vl_ros.measure.bench import QUICK_SUFFIX, results_name
 
     if not 0 <= args.tolerance < 10:
         raise CliError(f'--tolerance is {args.tolerance}; expected 0 to 10')
@@ -89,7 +90,10 @@ def run(args: argparse.Namespace) -> int:
     for name in args.stages:
         if name not in known:
             raise CliError(f"stage '{name}' is not one of {', '.join(known)}")
-    path = args.results or folder / 'results' / f'{results_name()}.json'
+    # Rough figures never take the place of a machine's careful ones.
+    kept = args.results is None and not args.quick
+    path = args.results or folder / 'results' / (
+        results_name() + (QUICK_SUFFIX if args.quick else '') + '.json')
     check_writable(path.parent, folder=True)
     if path.parent.exists():
         check_writable(path)
@@ -113,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
             failed.append(name)
             print(done.stderr, file=sys.stderr)
         print(f'{name} took {time.monotonic() - begun:.0f} s', flush=True)
-    if args.results is None:
+    if kept:
         _write_projection(folder / 'results')
     print(f'\nrecords in {path}')
     for line in left_out:
@@ -121,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     for name in failed:
         print(f'FAILED: {name}', file=sys.stderr)
     code = _compare(before, _load(path), args) if before and path.exists() else 0
-    if args.results is None:
+    if kept:
         _render(folder)
     return 1 if failed else code
 

@@ -19,6 +19,9 @@ Record = dict[str, Any]
 
 REQUIRED = {'stage', 'case', 'metric', 'value', 'unit', 'kind', 'machine', 'commit', 'command'}
 
+#: Of the names of files that quick runs write: rough, and in no table.
+QUICK_SUFFIX = '-quick'
+
 #: Metrics of which more is better; of all others less is.
 HIGHER = {'gb_s', 'tflop_s', 'tokens_per_s', 'answers_per_s', 'share_of_limit', 'accuracy',
           'contribution', 'frames_per_s', 'ratio', 'share_of_read'}
@@ -30,6 +33,11 @@ BEGIN, END = '<!-- tables: begin -->', '<!-- tables: end -->'
 
 STAGES = ('answer', 'first_token', 'patches', 'projection', 'encoder', 'selection', 'prefill',
           'decode', 'overlap', 'reuse', 'eval', 'node', 'interconnect', 'roofline')
+
+
+def kept_files(folder: Path) -> list[Path]:
+    """Return the files of records in a folder, without those of quick runs."""
+    return sorted(p for p in folder.glob('*.json') if not p.stem.endswith(QUICK_SUFFIX))
 
 
 def results_name() -> str:
@@ -191,7 +199,7 @@ def render(folder: Path, readme: Path) -> list[Path]:
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"{readme} must hold '{BEGIN}' and '{END}' once each")
     parts, written = [], [readme]
-    for path in sorted(folder.glob('*.json')):
+    for path in kept_files(folder):
         records = load_records(path)
         if not records:
             continue

@@ -78,10 +78,10 @@ def own_efficiencies(records: Iterable[Mapping[str, Any]]) -> dict[Key, Own]:
 
 def load_efficiencies(folder: Path) -> dict[Key, Own]:
     """Return :func:`own_efficiencies` of all files of records in a folder."""
-    from qwen_vl_ros.measure.bench import load_records
+    from qwen_vl_ros.measure.bench import kept_files, load_records
 
     return own_efficiencies(
-        record for path in sorted(folder.glob('*.json')) for record in load_records(path))
+        record for path in kept_files(folder) for record in load_records(path))
 
 
 def for_format(own: Mapping[Key, Own], name: str) -> dict[str, Own] | None:

@@ -13,6 +13,7 @@ from qwen_vl_ros.measure.bench import (
     END,
     compare_records,
     format_changes,
+    kept_files,
     load_records,
     render,
     results_name,
@@ -201,6 +202,27 @@ def test_two_stages_run_and_one_is_left_out(tmp_path, capsys, monkeypatch):
     assert {r['stage'] for r in rows} >= {'roofline'} and all(r['value'] > 0 for r in rows)
     if 'interconnect' not in {r['stage'] for r in rows}:
         assert 'left out: interconnect' in out
+
+
+def test_a_quick_run_leaves_the_kept_figures_alone(tmp_path, monkeypatch, records):
+    results = tmp_path / 'benchmarks' / 'results'
+    results.mkdir(parents=True)
+    (tmp_path / 'benchmarks' / 'stages').mkdir()
+    (tmp_path / 'benchmarks' / 'stages' / 'patches.py').write_text('')
+    # Stands in for a stage: writes where it is told to.
+    (tmp_path / 'benchmarks' / 'run.py').write_text(
+        'import sys\n'
+        "open(sys.argv[sys.argv.index('--json') + 1], 'w').write('[]')\n"
+        "open('words', 'w').write(' '.join(sys.argv))\n")
+    kept = write(results / f'{results_name()}.json', records)
+    before = kept.read_bytes()
+    monkeypatch.setattr(command, 'ROOT', tmp_path)
+    assert main(['bench', '--quick', 'patches']) == 0
+    quick = results / f'{results_name()}-quick.json'
+    assert kept.read_bytes() == before and quick.exists()
+    assert sorted(results.iterdir()) == sorted([kept, quick]), 'a projection was written'
+    assert '--sizes 640x480 ' in f"{(tmp_path / 'words').read_text()} "
+    assert kept_files(results) == [kept]
 
 
 def test_two_files_are_compared_strictly_if_wanted(tmp_path, capsys, records):
