@@ -87,6 +87,14 @@ DEVICES: dict[str, Device] = {
                       source='data sheet'),
 }
 
+#: Memory bandwidth of modules by words of the name that the board gives itself, 1e9 bytes/s (data
+#: sheets). An Orin Nano has its memory at 2133 MHz, unless it was flashed for the super modes of
+#: JetPack 6.2, which its name says then. Xavier has LPDDR4x.
+MODULES_GB_S: dict[tuple[str, ...], float] = {
+    ('AGX Orin',): FULL, ('Orin NX',): HALF, ('Orin Nano', 'Super'): HALF,
+    ('Orin Nano',): HALF_SLOW, ('Thor',): DEVICES['thor-t5000'].modes['maxn'].gb_s,
+    ('AGX Xavier',): 136.5, ('Xavier NX',): 59.7}
+
 
 def find_device(name: str, mode: str | None) -> tuple[Device, str, Mode]:
     """

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.measure.devices import MODULES_GB_S
 from qwen_vl_ros.measure.jetson import Throttle
 from qwen_vl_ros.measure.nvml import Nvml, UnavailableError
 from qwen_vl_ros.measure.samples import Sample, merge
@@ -18,11 +19,6 @@ from qwen_vl_ros.measure.sysfs import NOT_PERMITTED, Sysfs
 
 UNAVAILABLE = 'unavailable'
 
-#: Memory bandwidth of modules by words of their name, 1e9 bytes/s (NVIDIA's data sheets): 256 or
-#: 128 bits of LPDDR5 at 3200 MHz. An Orin Nano has its memory at 2133 MHz, unless it was flashed
-#: for the super modes of JetPack 6.2, which its name says then.
-PEAK_GB_S = {('AGX Orin',): 204.8, ('Orin NX',): 102.4, ('Orin Nano', 'Super'): 102.4,
-             ('Orin Nano',): 68.3}
 
 
 def _read(path: Path) -> str:
@@ -40,7 +36,7 @@ def hardware_id(root: Path = Path('/')) -> str:
 
 def peak_bandwidth_gb_s(module: str) -> float:
     """Return the memory bandwidth of a module by its :func:`hardware_id`; NaN where unknown."""
-    return next((peak for words, peak in PEAK_GB_S.items() if all(w in module for w in words)),
+    return next((peak for words, peak in MODULES_GB_S.items() if all(w in module for w in words)),
                 math.nan)
 
 

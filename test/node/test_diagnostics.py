@@ -34,6 +34,8 @@ def test_bandwidth_is_set_against_the_boards_peak():
     assert peak == 204.8 and math.isnan(peak_bandwidth_gb_s('x86_64 desk'))
     nano = 'NVIDIA Jetson Orin Nano Engineering Reference Developer Kit'
     assert (peak_bandwidth_gb_s(nano), peak_bandwidth_gb_s(f'{nano} Super')) == (68.3, 102.4)
+    for name, known in (('AGX Thor', 273.0), ('AGX Xavier', 136.5), ('Xavier NX', 59.7)):
+        assert peak_bandwidth_gb_s(f'NVIDIA Jetson {name} Developer Kit') == known
     statistics = diagnostics.Statistics()
     job, outcome = answered(gigabytes=10.24, seconds=0.1)
     statistics.count(job, outcome)
