@@ -27,12 +27,7 @@ from qwen_vl_ros.node import diagnostics, messages
 from qwen_vl_ros.node.cameras import CameraInput
 from qwen_vl_ros.node.continuous import ContinuousMode, Watch
 from qwen_vl_ros.node.device import explain_failed_load, hardware_id, peak_bandwidth_gb_s
-from qwen_vl_ros.node.parameters import (
-    MAX_DEADLINE_S,
-    Settings,
-    declarations,
-    refusal,
-)
+from qwen_vl_ros.node.parameters import MAX_DEADLINE_S, Settings, declarations, refusal
 from qwen_vl_ros.node.perception import EngineLike, Perception
 from qwen_vl_ros.node.publish import Publications
 from qwen_vl_ros.node.requests import Job, Outcome, Question, Queued
@@ -259,6 +254,11 @@ class QwenVlNode(LifecycleNode):
             self._statistics.count(job, event)
             if self._perception is not None:
                 self._perception.count(job, event)
+            line = f'request {job.question.question_id}: {event.code.name} {event.message}'.strip()
+            if event.code == ErrorCode.NONE:
+                self.get_logger().info(f'{line} in {job.timeline.total_ms():.1f} ms')
+            else:
+                self.get_logger().warning(line)
         for tell in (lambda: watch(job, event), lambda: self.publications.event(
                 job, event, pictures=self.settings.overlay_enable)):
             try:

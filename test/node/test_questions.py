@@ -1,6 +1,7 @@
 """Asking the node from another process: service, action, topic, cancel, flood, deadline."""
 
 import math
+import re
 import time
 
 import pytest
@@ -133,6 +134,15 @@ def test_a_failing_engine_ends_its_question_alone(node, client, order, code, wor
     assert response.error_code == code and words in response.error_msg
     assert response.answer.text == ''
     assert client.ask('words=1').error_code == CODES.NONE
+
+
+def test_the_log_has_a_line_with_the_id_for_every_answer_and_failure(node, client):
+    for order, wanted in (('words=1', r'INFO.* request (\S+): NONE in [0-9.]+ ms'),
+                          ('raise=lightning', r'WARN.* request (\S+): UNKNOWN .*lightning')):
+        before = len(node.output)
+        answer = client.ask(order, timeout_s=2.0).answer
+        found = wait_for(lambda b=before, w=wanted: re.findall(w, node.output[b:]))
+        assert len(found) == 1 and found[0] == answer.question_id
 
 
 def test_bad_requests_are_named(node, client):
