@@ -85,6 +85,7 @@ def one_form(args: argparse.Namespace, dtype: str) -> list[Record]:
     torch.zeros(1, device=device)  # the context, which is not ours
     before = in_use(device)
     checkpoint = random_checkpoint(args.shape, share('models', 'tiny'))[0]
+    gc.collect()  # transformers' module refers to itself; a user's checkpoint has no such owner
     options = Options(max_context=args.tokens + 2048, repetition_window=0)
     engine = Engine(checkpoint, options, 'none' if dtype == 'bf16' else dtype)
     del checkpoint

@@ -218,9 +218,9 @@ class CudaDecoder:
         if filtered and self._logits is None:
             self._logits = torch.empty(
                 (SLOTS, self.language.config.vocab), device=self.language.device)
+        now = time.monotonic_ns()
         self.kernels.step(slots, [s.mask if s else None for s in flying],
                           logits=self._logits if filtered else None)
-        now = time.monotonic_ns()
         for s in flying:
             if s is not None:
                 s.launched += 1

@@ -277,6 +277,7 @@ class Running:
             shared.options.repetition_window)
         self._text = TextStream(shared.tokenizer)
         choice = choice_of(first.wait())
+        self._chosen_ns = time.monotonic_ns()
         if not choice.finite:
             self._check_features()
         self.hidden = self._first = None
@@ -321,8 +322,8 @@ class Running:
         # Another seed than the first token's, whose draw would otherwise come twice.
         row = Row(self.cache, prompt.next_position - prompt.ids.size, sampling, request.seed + 1,
                   named=prompt.runs_on, steps=self._acceptor.most - 1)
-        with self.timeline.stage('admit'):
-            self.slot = self._shared.model.decoder.admit(row, token)
+        self.slot = self._shared.model.decoder.admit(row, token)
+        self.timeline.add('admit', self._chosen_ns, time.monotonic_ns())
         return self.slot
 
     def accept(self, choice: Choice) -> Delta | None:
