@@ -61,7 +61,7 @@ class OpenTelemetry:
         _hush()
         # One each: a collector may take the ones and not the others.
         self._said = _Once('the OpenTelemetry collector of traces')
-        self._said_metrics = _Once('the OpenTelemetry collector of metrics')
+        self._said_metrics = _Once('the OpenTelemetry collector of metrics', self._said)
         if span_exporter is None:
             span_exporter = _watched(OTLPSpanExporter(), self._said, SpanExportResult.FAILURE)
         if metric_reader is None:
@@ -209,17 +209,24 @@ def _observe(sums: dict[tuple[tuple[str, str], ...], float], kind: Any, options:
 
 
 class _Once:
-    """Says once that something does not answer, and once that it does again."""
+    """
+    Says once that something does not answer, and once that it does again.
 
-    def __init__(self, what: str) -> None:
+    :param other: the other way to the same place: where both are dead, one line says so.
+    """
+
+    def __init__(self, what: str, other: _Once | None = None) -> None:
         self._what = what
-        self._lock = threading.Lock()
+        self._other = other
+        self._lock = other._lock if other is not None else threading.Lock()
+        if other is not None:
+            other._other = self
         self.silent = False
         self.closing = False
 
     def note(self, good: bool, why: str = '') -> None:
         with self._lock:
-            changed = good == self.silent
+            changed = good == self.silent and not (self._other and self._other.silent)
             self.silent = not good
         if changed and not self.closing:
             if good:

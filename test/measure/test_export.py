@@ -215,6 +215,25 @@ def test_a_collector_that_does_not_listen_is_knocked_at_before_anything_is_sent(
     assert not said.silent and exporter.sent == 2
 
 
+def test_of_two_ways_to_a_dead_collector_one_line_tells(caplog):
+    pytest.importorskip('opentelemetry.sdk')
+    from qwen_vl_ros.measure.otel import _Once
+
+    caplog.set_level(logging.INFO)
+    traces = _Once('traces')
+    metrics = _Once('metrics', traces)
+    for good in (False, False, True, True):  # it goes and comes back
+        traces.note(good)
+        metrics.note(good)
+    assert [(r.levelname, r.getMessage().split()[0]) for r in caplog.records] == [
+        ('WARNING', 'traces'), ('INFO', 'metrics')]
+    caplog.clear()
+    for _ in range(3):  # it takes traces alone
+        traces.note(True)
+        metrics.note(False)
+    assert [r.getMessage().split()[0] for r in caplog.records] == ['metrics']
+
+
 def test_a_collector_that_comes_back_is_named(caplog):
     pytest.importorskip('opentelemetry.sdk')
     from types import SimpleNamespace
