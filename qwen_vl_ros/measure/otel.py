@@ -218,7 +218,7 @@ class _Once:
     def __init__(self, what: str, other: _Once | None = None) -> None:
         self._what = what
         self._other = other
-        self._lock = other._lock if other is not None else threading.Lock()
+        self._lock: threading.Lock = other._lock if other is not None else threading.Lock()
         if other is not None:
             other._other = self
         self.silent = False
