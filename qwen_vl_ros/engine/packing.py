@@ -11,6 +11,7 @@ from qwen_vl_ros.engine.device import give_back
 from qwen_vl_ros.engine.layers import Linear
 
 if TYPE_CHECKING:
+    from qwen_vl_ros.engine.language import LanguageModel
     from qwen_vl_ros.engine.model import Model
 
 #: Bytes at which weights begin.
@@ -54,3 +55,22 @@ def _groups(model: Model) -> Iterator[list[Linear]]:
                  zip(*((x.qkv, x.out) for x in layers))):
         for row in rows:
             yield [linear for linear in row if type(linear) is Linear]
+
+
+def close_ranks(language: LanguageModel) -> None:
+    """
+    Lay codes and scales side by side in a GPU's memory, by way of the host's.
+
+    What making them took (float copies of whole matrices) is free by now, but lies between them:
+    torch could give none of it back.
+    """
+    matrices = [m for x in language.layers for m in (x.qkv, x.out, x.gate_up, x.down)]
+    made = [(matrix, name) for matrix in (*matrices, language.head)
+            for name in type(matrix).__slots__]
+    held = []
+    for matrix, name in made:
+        held.append(getattr(matrix, name).to('cpu', copy=True))
+        delattr(matrix, name)
+    torch.cuda.empty_cache()
+    for (matrix, name), tensor in zip(made, held):
+        setattr(matrix, name, tensor.to(language.device))

@@ -14,6 +14,7 @@ import torch
 
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.language import LanguageModel
+from qwen_vl_ros.engine.packing import close_ranks
 from qwen_vl_ros.engine.quant_linear import Int4Linear, Int8Linear
 
 #: Quantisations that can be asked for at load; the output matrix is INT8 in both.
@@ -67,22 +68,3 @@ def quantize_language(language: LanguageModel, kind: str) -> Sizes:
     if language.device.type == 'cuda':
         close_ranks(language)
     return Sizes(before, language.weight_bytes)
-
-
-def close_ranks(language: LanguageModel) -> None:
-    """
-    Lay codes and scales side by side in a GPU's memory, by way of the host's.
-
-    What making them took (float copies of whole matrices) is free by now, but lies between them:
-    torch could give none of it back.
-    """
-    matrices = [m for x in language.layers for m in (x.qkv, x.out, x.gate_up, x.down)]
-    made = [(matrix, name) for matrix in (*matrices, language.head)
-            for name in type(matrix).__slots__]
-    held = []
-    for matrix, name in made:
-        held.append(getattr(matrix, name).to('cpu', copy=True))
-        delattr(matrix, name)
-    torch.cuda.empty_cache()
-    for (matrix, name), tensor in zip(made, held):
-        setattr(matrix, name, tensor.to(language.device))

@@ -6,6 +6,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Integral
 
 import numpy as np
 
@@ -35,9 +36,9 @@ def check_request(request: Request, builder: PromptBuilder) -> None:
         refuse('temperature', 'a number from 0')
     if not 0 < request.top_p <= 1:
         refuse('top_p', 'a share in (0, 1]')
-    if not isinstance(request.top_k, int) or request.top_k < 0:
+    if not isinstance(request.top_k, Integral) or request.top_k < 0:
         refuse('top_k', 'a whole number from 0')
-    if not isinstance(request.seed, int) or not -1 << 63 <= request.seed < 1 << 63:
+    if not isinstance(request.seed, Integral) or not -1 << 63 <= request.seed < 1 << 63:
         refuse('seed', 'a whole number of 64 bits, -2^63 to 2^63 - 1')
     if not 0 < request.keep_ratio <= 1:
         refuse('keep_ratio', 'a share in (0, 1]')

@@ -35,6 +35,9 @@ BANDS, DROPPED = 'micro_batch', 'keep_ratio'
 VISION_QUANTIZATION = 'vision_quantization'
 
 
+#: Deadlines later than that, 30 years, come to the same.
+FOREVER_S = 1e9
+
 #: Temperatures below it are greedy: logits divided by them would leave the range of float.
 COLDEST = 1e-4
 
@@ -88,9 +91,10 @@ class Running:
         self.slot: int | None = None
         self._shared = shared
         self._cancelled = cancelled
-        # Any other is refused when the request is laid out.
-        self._end_ns = timeline.start_ns + int(request.deadline_s * 1e9) if (
-            request.deadline_s is not None and math.isfinite(request.deadline_s)) else None
+        # What is no number is refused when the request is laid out.
+        deadline = math.nan if request.deadline_s is None else request.deadline_s
+        self._end_ns = None if math.isnan(deadline) else (
+            timeline.start_ns + int(min(deadline, FOREVER_S) * 1e9))
         self._said: list[str] = []
         self._finite: list[tuple[Look, Tensor]] = []
 

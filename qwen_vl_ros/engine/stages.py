@@ -142,8 +142,9 @@ def timed_step(
         begin, before = choice.launched_ns or started, clock._step
         if before is not None and before.stream == lane and before.end_ns > begin:
             begin = before.end_ns
-        span = clock._timeline.add(
-            'token', begin, choice.ended_ns or ended, stream=lane, shared=len(rows))
+        # A stamp's place is known the better the more of them were seen: never before its begin.
+        span = clock._timeline.add('token', begin, max(begin, choice.ended_ns or ended),
+                                   stream=lane, shared=len(rows))
         span._resolve = _Cost(cost, past)
         clock._step = span
     return chosen

@@ -11,7 +11,7 @@ from qwen_vl_ros.engine import packing
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.layers import Linear
-from qwen_vl_ros.engine.packing import pack, pack_weights
+from qwen_vl_ros.engine.packing import close_ranks, pack, pack_weights
 from qwen_vl_ros.engine.quant_linear import (
     Int4Linear,
     Int8Linear,
@@ -19,7 +19,7 @@ from qwen_vl_ros.engine.quant_linear import (
     pack_nibbles,
     unpack_nibbles,
 )
-from qwen_vl_ros.engine.quantize import close_ranks, quantize_language
+from qwen_vl_ros.engine.quantize import quantize_language
 from qwen_vl_ros.roboscene.evaluate import evaluate
 
 TINY = Path(__file__).parents[2] / 'models' / 'tiny'

@@ -5,28 +5,12 @@ import socket
 import sys
 import threading
 import time
-import urllib.request
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from export_questions import MS, question
 
-from qwen_vl_ros.measure import tracepoints
-from qwen_vl_ros.measure.export import Exports, Finished, open_exports
-from qwen_vl_ros.measure.timeline import Timeline
-from qwen_vl_ros.measure.tracepoints import Tracepoints
-
-MS = 1_000_000
-
-
-def question(code='none', name='q-1'):
-    timeline = Timeline(name)
-    t = timeline.start_ns
-    timeline.add('encode', t, t + 200 * MS, stream='cuda:0', bytes_read=1000, bytes_written=24,
-                 flops=5000)
-    timeline.add('first_token', t + 200 * MS, t + 210 * MS)
-    timeline.add('token', t + 210 * MS, t + 220 * MS, bytes_read=1000)
-    timeline.add('token', t + 220 * MS, t + 230 * MS, bytes_read=2000)
-    return Finished(timeline, code, 'stop', 428, 2, 391, 196, 'tiny', {'camera': 'front'})
+from qwen_vl_ros.measure.export import Exports, open_exports
 
 
 def wait_for(condition, seconds=10.0):
@@ -288,118 +272,6 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch, caplog):
     assert len(exports) == 0
     text = caplog.text
     assert 'pip install opentelemetry-sdk' in text and 'pip install prometheus-client' in text
-
-
-# Prometheus
-
-def test_prometheus_counts_and_listens_on_loopback_only():
-    pytest.importorskip('prometheus_client', reason='prometheus-client is optional')
-    from qwen_vl_ros.measure.prometheus import Prometheus
-
-    export = Prometheus(0)
-    export.finished(question())
-    export.finished(question('deadline'))
-    with urllib.request.urlopen(f'http://127.0.0.1:{export.port}/metrics') as reply:
-        text = reply.read().decode()
-    assert 'qwen_vl_questions_total{code="none"} 1.0' in text
-    assert 'qwen_vl_questions_total{code="deadline"} 1.0' in text
-    assert 'qwen_vl_answer_seconds_count 2.0' in text
-    assert 'qwen_vl_stage_bytes_total{stage="encode"} 2048.0' in text
-    assert 'qwen_vl_tokens_total{kind="output"} 4.0' in text
-    assert export._server.server_address[0] == '127.0.0.1'
-    export.close()
-    with pytest.raises(OSError):
-        urllib.request.urlopen(f'http://127.0.0.1:{export.port}/metrics', timeout=1)
-
-
-def test_a_taken_port_is_named_and_the_rest_works(caplog):
-    pytest.importorskip('prometheus_client')
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        s.listen()
-        assert len(open_exports(prometheus_port=s.getsockname()[1])) == 0
-    assert 'cannot listen on 127.0.0.1' in caplog.text
-
-
-def test_a_package_of_another_version_is_named_and_nothing_is_raised(monkeypatch, caplog):
-    prometheus_client = pytest.importorskip('prometheus_client')
-    monkeypatch.setattr(prometheus_client, 'start_http_server', lambda *a, **k: None)
-    assert len(open_exports(prometheus_port=9999)) == 0
-    assert 'an export cannot be opened: TypeError' in caplog.text
-
-
-# ros2_tracing
-
-class FakeTracetools:
-    def __init__(self, compiled=True):
-        self.calls = []
-        self._compiled = compiled
-
-    def ros_trace_compile_status(self):
-        return self._compiled
-
-    def ros_trace_rclcpp_callback_register(self, address, symbol):
-        self.calls.append(('register', symbol.value.decode(), address.value))
-
-    def ros_trace_callback_start(self, address, intra):
-        self.calls.append(('start', address.value))
-
-    def ros_trace_callback_end(self, address):
-        self.calls.append(('end', address.value))
-
-
-def test_stages_become_callbacks_with_their_names():
-    library = FakeTracetools()
-    points = Tracepoints(library)
-    for stage in ('vision', 'prefill', ''):
-        points.entered('q', stage)
-    points.finished(question())
-    points.entered('q', 'vision')
-    points.close()
-    names = {call[2]: call[1] for call in library.calls if call[0] == 'register'}
-    assert list(names.values()) == ['qwen_vl vision', 'qwen_vl prefill']
-    assert [(c[0], names[c[1]]) for c in library.calls if c[0] != 'register'] == [
-        ('start', 'qwen_vl vision'), ('end', 'qwen_vl vision'), ('start', 'qwen_vl prefill'),
-        ('end', 'qwen_vl prefill'), ('start', 'qwen_vl vision'), ('end', 'qwen_vl vision')]
-
-
-def test_questions_at_the_same_time_keep_their_own_callbacks():
-    library = FakeTracetools()
-    points = Tracepoints(library)
-    for name, stage in (('a', 'vision'), ('b', 'vision'), ('a', 'prefill'), ('b', ''), ('a', '')):
-        points.entered(name, stage)
-    points.entered('c', 'vision')
-    points.close()
-    names = {call[2]: call[1] for call in library.calls if call[0] == 'register'}
-    events = [(c[0], c[1]) for c in library.calls if c[0] != 'register']
-    a, b = events[0][1], events[1][1]
-    assert a != b and names[a] == names[b] == 'qwen_vl vision'
-    prefill = events[3][1]
-    assert events[:6] == [('start', a), ('start', b), ('end', a), ('start', prefill), ('end', b),
-                          ('end', prefill)]
-    # What has ended is used again: a long run registers no more callbacks.
-    assert len(names) == 3 and events[6][1] in (a, b) and events[7] == ('end', events[6][1])
-
-
-def test_without_tracetools_nothing_is_said(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(sys, 'prefix', str(tmp_path))
-    monkeypatch.setenv('AMENT_PREFIX_PATH', str(tmp_path))
-    monkeypatch.delenv('CMAKE_PREFIX_PATH', raising=False)
-    monkeypatch.setattr(tracepoints.ctypes, 'CDLL', lambda name: (_ for _ in ()).throw(OSError()))
-    caplog.set_level(logging.INFO)
-    assert len(open_exports(ros2_tracing=True)) == 0
-    assert not caplog.records
-    with pytest.raises(tracepoints.ExportError, match='without LTTng'):
-        Tracepoints(FakeTracetools(compiled=False))
-
-
-@pytest.mark.ros
-def test_the_real_library_takes_the_calls():
-    exports = open_exports(ros2_tracing=True)
-    assert len(exports) == 1
-    exports.entered('q', 'vision')
-    exports.finished(question())
-    exports.close()
 
 
 # All together

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from qwen_vl_ros.engine.errors import ErrorCode
+from qwen_vl_ros.engine.types import Answer
 from qwen_vl_ros.node.diagnostics import approximate
 from qwen_vl_ros.node.main import load_engine
 from qwen_vl_ros.node.parameters import Settings
@@ -43,6 +44,17 @@ def ask(perception: Perception, item) -> tuple[Outcome, Job]:
     perception.receive('camera', message(frames_of(item)[0].rgb()))
     job = Job(Question(item.question.text), lambda job, event: None)
     return perception.answer(job), job
+
+
+def ask_on(perception: Perception, item, times: int) -> tuple[list[Answer], list[int]]:
+    """Ask again and again; return the answers, and the limit of pixels after each."""
+    answers, pixels = [], []
+    for _ in range(times):
+        outcome, job = ask(perception, item)
+        perception.count(job, outcome)
+        answers.append(outcome.answer)
+        pixels.append(perception.engine.options.max_pixels)
+    return answers, pixels
 
 
 def test_the_node_takes_the_head_of_the_checkpoint_and_keeps_the_region():
@@ -86,12 +98,8 @@ def test_the_gradient_is_taken_while_nobody_waits():
 def test_a_latency_target_lowers_shares_and_resolution():
     perception = perceive(target_latency_ms=0.01)
     item = next(items('attribute', 'test', 1))
-    kept, pixels = [], []
-    for _ in range(30):
-        outcome, job = ask(perception, item)
-        perception.count(job, outcome)
-        kept.append(outcome.answer.vision_tokens_kept)
-        pixels.append(perception.engine.options.max_pixels)
+    answers, pixels = ask_on(perception, item, 30)
+    kept = [answer.vision_tokens_kept for answer in answers]
     assert kept[-1] < kept[0] == 72 and pixels[-1] < 0.5 * pixels[0]
     perception.settings = settings(target_latency_ms=0.0)
     assert ask(perception, item)[0].answer.vision_tokens_kept == 72
@@ -101,13 +109,9 @@ def test_a_latency_target_lowers_shares_and_resolution():
 def test_the_floor_holds_for_smaller_pictures_of_a_latency_target():
     perception = perceive(target_latency_ms=0.01, pruning_min_tokens=70)
     item = next(items('attribute', 'test', 1))
-    shown, kept = [], []
-    for _ in range(32):
-        outcome, job = ask(perception, item)
-        perception.count(job, outcome)
-        shown.append(outcome.answer.vision_tokens_in)
-        kept.append(outcome.answer.vision_tokens_kept)
-    assert min(shown) < 70 and all(k >= min(70, n) for k, n in zip(kept, shown))
+    answers, _ = ask_on(perception, item, 32)
+    assert min(answer.vision_tokens_in for answer in answers) < 70
+    assert all(a.vision_tokens_kept >= min(70, a.vision_tokens_in) for a in answers)
 
 
 @pytest.mark.parametrize('least', [1, 50, 70, 190])

@@ -34,11 +34,9 @@ from qwen_vl_ros.saliency.selectors import BEFORE, make_selector
 TINY = Path(__file__).parents[2] / 'models' / 'tiny'
 
 
-@pytest.fixture(scope='module')
-def engine():
-    loaded = Engine.load(str(TINY), device='cpu', selector=make_selector('saliency'))
-    yield loaded
-    loaded.close()
+@pytest.fixture
+def engine(choosing_engine):
+    return choosing_engine
 
 
 def request_of(item, ratio: float = 1.0) -> Request:

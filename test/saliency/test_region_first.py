@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.types import Done, Request, Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.measure.timeline import Timeline
@@ -16,16 +15,13 @@ from qwen_vl_ros.roboscene.evaluate import frames_of
 from qwen_vl_ros.roboscene.items import items
 from qwen_vl_ros.saliency.answering import Fewer, _mapped, _region_first, answer
 from qwen_vl_ros.saliency.roi import Window
-from qwen_vl_ros.saliency.selectors import make_selector
 
 TINY = Path(__file__).parents[2] / 'models' / 'tiny'
 
 
-@pytest.fixture(scope='module')
-def engine():
-    loaded = Engine.load(str(TINY), device='cpu', selector=make_selector('saliency'))
-    yield loaded
-    loaded.close()
+@pytest.fixture
+def engine(choosing_engine):
+    return choosing_engine
 
 
 def last(events):
