@@ -174,6 +174,11 @@ def test_a_keep_mask_of_another_grid_is_refused(engine, picture):
     assert 'int64 [192]' in refusal(engine, Request(QUESTION, (visual,))).message
 
 
+def test_a_deadline_beyond_all_times_is_none(engine, picture):
+    answer = ask_with(engine, Visual((picture(224, 224),)), deadline_s=1e300)
+    assert answer.finish_reason != 'deadline' and answer.token_ids
+
+
 def test_a_keep_mask_may_have_the_shape_of_the_grid(engine, picture):
     flat = np.arange(192) % 3 == 0
     answers = [ask_with(engine, Visual((picture(448, 336),), keep))

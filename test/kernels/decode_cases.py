@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -14,8 +18,33 @@ from qwen_vl_ros.engine.quant_linear import Int4Linear, Int8GroupLinear
 from qwen_vl_ros.engine.quantize import quantize_language
 from qwen_vl_ros.kernels.decode import FINITE, NativeRow
 
+ROOT = Path(__file__).resolve().parents[2]
+EMULATORS = Path(__file__).parent
+
 #: width, mlp, layers, heads, kv_heads, vocab; the first is models/tiny but for its depth.
 SMALL, LONG_HEADS = (256, 448, 2, 4, 2, 512), (512, 320, 1, 4, 1, 256)
+
+
+def emulated(name, folders, *patterns):
+    """
+    Return a form of the step, compiled for the emulator where its sources have changed.
+
+    :param name: of the library.
+    :param folders: that are included, that of ``step.cc`` first.
+    :param patterns: of sources in the folder of kernels, beside the folders in this one.
+    """
+    out = ROOT / 'build' / 'emulator' / f'lib{name}.so'
+    out.parent.mkdir(parents=True, exist_ok=True)
+    kernels = ROOT / 'kernels'
+    sources = [path for folder in folders for path in folder.iterdir()]
+    sources += [path for pattern in (*patterns, 'include/qwen_vl_decode.h')
+                for path in kernels.glob(pattern)]
+    if not out.exists() or out.stat().st_mtime < max(s.stat().st_mtime for s in sources):
+        subprocess.run(
+            ['g++', '-std=c++17', '-O2', '-fPIC', '-shared',
+             *(f'-I{x}' for x in (*folders, kernels / 'cuda', kernels / 'include')),
+             str(folders[0] / 'step.cc'), '-o', str(out)], check=True)
+    return ctypes.CDLL(str(out))
 
 
 def decoder(shape, kind='none', dtype=torch.bfloat16):

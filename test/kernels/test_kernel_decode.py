@@ -7,20 +7,19 @@ may, so that a wait that is missing shows.
 
 from __future__ import annotations
 
-import ctypes
 import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from decode_cases import (
+    EMULATORS,
     LONG_HEADS,
     SMALL,
     admit,
     check_bits_alone,
     check_two_steps,
     decoder,
+    emulated,
     filled,
 )
 
@@ -28,24 +27,13 @@ from qwen_vl_ros.engine.cuda_decoder import _describe
 from qwen_vl_ros.kernels.decode import FINITE, DecodeKernels
 from qwen_vl_ros.kernels.loader import KernelError
 
-ROOT = Path(__file__).resolve().parents[2]
-
 pytestmark = pytest.mark.skipif(not shutil.which('g++'), reason='no C++ compiler')
 
 
 @pytest.fixture(scope='session')
 def native():
     """Return the step, compiled for the emulator."""
-    out = ROOT / 'build' / 'emulator' / 'libqwen_vl_decode.so'
-    out.parent.mkdir(parents=True, exist_ok=True)
-    here, kernels = Path(__file__).parent / 'decode_emulator', ROOT / 'kernels'
-    sources = [*here.iterdir(), *kernels.glob('cuda/decode*'),
-               kernels / 'include' / 'qwen_vl_decode.h']
-    if not out.exists() or out.stat().st_mtime < max(s.stat().st_mtime for s in sources):
-        subprocess.run(
-            ['g++', '-std=c++17', '-O2', '-fPIC', '-shared', f'-I{here}', f'-I{kernels}/cuda',
-             f'-I{kernels}/include', str(here / 'step.cc'), '-o', str(out)], check=True)
-    return ctypes.CDLL(str(out))
+    return emulated('qwen_vl_decode', [EMULATORS / 'decode_emulator'], 'cuda/decode*')
 
 
 @torch.inference_mode()

@@ -7,27 +7,25 @@ GPU alone.
 
 from __future__ import annotations
 
-import ctypes
 import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from decode_cases import (
+    EMULATORS,
     LONG_HEADS,
     SMALL,
     admit,
     check_bits_alone,
     check_two_steps,
     decoder,
+    emulated,
     filled,
 )
 
 from qwen_vl_ros.engine.cuda_decoder import _describe
 from qwen_vl_ros.kernels.decode import FINITE, ChainKernels
 
-ROOT = Path(__file__).resolve().parents[2]
 #: Like SMALL, with groups of 128 that divide the MLP.
 GROUPS = (256, 384, 2, 4, 2, 512)
 
@@ -37,18 +35,8 @@ pytestmark = pytest.mark.skipif(not shutil.which('g++'), reason='no C++ compiler
 @pytest.fixture(scope='session')
 def native():
     """Return the chain, compiled for the emulator."""
-    out = ROOT / 'build' / 'emulator' / 'libqwen_vl_chain.so'
-    out.parent.mkdir(parents=True, exist_ok=True)
-    here, kernels = Path(__file__).parent, ROOT / 'kernels'
-    folders = [here / 'chain_emulator', here / 'decode_emulator', kernels / 'cuda',
-               kernels / 'include']
-    sources = [*folders[0].iterdir(), *folders[1].iterdir(), *kernels.glob('cuda/decode*'),
-               *kernels.glob('cuda/chain/*'), kernels / 'include' / 'qwen_vl_decode.h']
-    if not out.exists() or out.stat().st_mtime < max(s.stat().st_mtime for s in sources):
-        subprocess.run(
-            ['g++', '-std=c++17', '-O2', '-fPIC', '-shared', *(f'-I{x}' for x in folders),
-             str(folders[0] / 'step.cc'), '-o', str(out)], check=True)
-    return ctypes.CDLL(str(out))
+    return emulated('qwen_vl_chain', [EMULATORS / 'chain_emulator', EMULATORS / 'decode_emulator'],
+                    'cuda/decode*', 'cuda/chain/*')
 
 
 @torch.inference_mode()

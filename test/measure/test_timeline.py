@@ -166,6 +166,17 @@ def test_steps_on_a_device_begin_where_the_last_one_ended_or_when_they_are_launc
     assert again.ms('encode') == pytest.approx(1) and gpu.events == 4  # its origin
 
 
+def test_a_stamp_whose_place_was_guessed_too_early_makes_no_negative_step():
+    timeline = Timeline()
+    clock = stages.DeviceClock(timeline, torch.device('cpu'))
+    at = timeline.start_ns
+    for ended in (at + 9 * MS, at + 5 * MS):
+        stages.timed_step({0: (clock, 1)}, lambda past: {}, lambda ended=ended: {
+            0: Choice(1, 1.0, 1.0, True, at + MS, ended)})
+    assert [(s.start_ns - at, s.end_ns - at) for s in timeline.spans] == [
+        (MS, 9 * MS), (9 * MS, 9 * MS)]
+
+
 def test_of_two_threads_that_read_a_timeline_each_span_is_resolved_once():
     timeline, calls = Timeline(), []
 
