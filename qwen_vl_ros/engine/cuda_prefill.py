@@ -9,9 +9,10 @@ A layer is eight launches::
 and nine where no kernel has the activation in its epilogue, or where that is slower.
 
 Where a chunk stands (cache, start, length) is read from device memory, so that a graph serves
-every request. Quantised matrices are called as the objects that they are. Of the last layer, what
-follows the keys and values is computed for those rows alone that somebody wants: the last one, or
-none where another chunk follows.
+every request. Quantised matrices are written out into one room for all of them, or read as codes
+where that is faster; nothing in a graph takes memory of its own. Of the last layer, what follows
+the keys and values is computed for those rows alone that somebody wants: the last one, or none
+where another chunk follows.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from qwen_vl_ros.engine.graphs import Graphs, Runner, Turns
 from qwen_vl_ros.engine.kv_cache import KVCache
 from qwen_vl_ros.engine.layers import Linear
 from qwen_vl_ros.kernels import encoder as native
+from qwen_vl_ros.kernels.decode_gemm import copies
 from qwen_vl_ros.kernels.encoder import EncoderKernels
 from qwen_vl_ros.kernels.gemm import DTYPES, Products, queued_time
 from qwen_vl_ros.kernels.loader import KernelError, optional
@@ -167,7 +169,7 @@ class CudaPrefill:
         self.graphs.clear()
         self._rows = 0
         for name in ('_x', '_y', '_qkv', '_wide', '_hidden', '_turns', '_positions', '_chart',
-                     '_span', '_ends'):
+                     '_span', '_ends', '_matrix'):
             self.__dict__.pop(name, None)
 
     @property
@@ -220,6 +222,10 @@ class CudaPrefill:
         self._chart = make(SPAN, dtype=torch.int64)
         self._span = self._chart[:6]
         self._ends = make(2, cfg.width)
+        quantised = any(type(matrix) is not Linear for layer in language.layers
+                        for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down))
+        self._matrix = make(max(2 * cfg.mlp_width, self._qkv_width) * cfg.width
+                            if quantised and copies(self._x) else 0)
         self._rows = rows
 
     def _body(self, rows: int, wanted: int | None) -> None:
@@ -249,13 +255,14 @@ class CudaPrefill:
     def _gate(self, way: str, y: Tensor, linear: Linear, hidden: Tensor) -> None:
         """Write activation(gate) * up."""
         activation = self.language.config.activation
-        if way == 'gated':
-            self.prompt.multiply_gated(y, linear.weight, hidden)
-        elif way == 'activated':
-            self.kernels.multiply_activated(y, linear.weight, None, activation, hidden)
-        else:
+        weight = None if way == 'apart' else linear.wide(y, self._matrix)
+        if weight is None:
             wide = self._call(linear, y, self._wide[:y.shape[0]])
             self.kernels.gate(wide, activation, hidden)
+        elif way == 'gated':
+            self.prompt.multiply_gated(y, weight, hidden)
+        else:
+            self.kernels.multiply_activated(y, weight, None, activation, hidden)
 
     def _attend(self, qkv: Tensor, index: int, y: Tensor, tail: bool) -> None:
         self._attend_as(self.forms.get(qkv.shape[0], 'plain'), qkv, index, y, tail)
@@ -270,21 +277,26 @@ class CudaPrefill:
                 qkv, cfg.heads, cfg.kv_heads, self._chart, index, y, tail, form)
 
     def _call(self, linear: Linear, x: Tensor, out: Tensor, add: Tensor | None = None) -> Tensor:
-        """Return linear(x) + add, in ``out`` where there is something to add."""
-        if type(linear) is Linear:
-            return self.products.multiply(x, linear.weight, linear.bias, out, add)
-        made = linear(x)
-        return made if add is None else out.copy_(add + made)
+        """Write linear(x) + add."""
+        weight = linear.wide(x, self._matrix)
+        if weight is not None:
+            return self.products.multiply(x, weight, linear.bias, out, add)
+        if add is None:
+            return linear(x, out)
+        # Gate and up are not in there now.
+        made = linear(x, self._wide.view(-1)[:out.numel()].view(out.shape))
+        return torch.add(add, made, out=out)
 
     def tune(self, rows: int) -> None:
         """Choose kernels for a bucket by timing, where that has not been done before."""
         for name, add in (('qkv', False), ('out', True), ('gate_up', False), ('down', True)):
             linears: Sequence[Linear] = [getattr(z, name) for z in self.language.layers]
-            if type(linears[0]) is Linear:
-                # The last layer has one row, but for its keys and values.
-                for count in {rows, 1 if name != 'qkv' else rows}:
-                    self.products.tune(count, [m.weight for m in linears],
-                                       [m.bias for m in linears], add)
+            # The last layer has one row, but for its keys and values.
+            for count in {rows, 1 if name != 'qkv' else rows}:
+                x = (self._hidden if name == 'down' else self._y)[:count]
+                weights = [wide for m in linears if (wide := m.wide(x, self._matrix)) is not None]
+                if weights:
+                    self.products.tune(count, weights, [m.bias for m in linears], add)
         if rows not in self.ways:
             self.ways[rows] = self._fastest_way(rows)
         if rows not in self.forms:
@@ -304,10 +316,10 @@ class CudaPrefill:
         """Return the way of gate and up that is fastest."""
         language, cfg = self.language, self.language.config
         matrices = [layer.gate_up for layer in language.layers]
-        if not self.kernels.has('wgmma') or cfg.activation != 'silu' or cfg.width % 64 or (
-                type(matrices[0]) is not Linear or matrices[0].bias is not None):
-            return 'apart'
         y = torch.randn(rows, cfg.width, dtype=language.dtype, device=language.device)
+        if not self.kernels.has('wgmma') or cfg.activation != 'silu' or cfg.width % 64 or any(
+                m.bias is not None or m.wide(y, self._matrix) is None for m in matrices):
+            return 'apart'
         hidden = self._hidden[:rows]
         return min(WAYS, key=lambda way: queued_time(
             lambda i: self._gate(way, y, matrices[i % cfg.layers], hidden)))

@@ -21,9 +21,20 @@ class Linear:
         self.weight = weight
         self.bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T + bias``; x [..., in] -> [..., out]."""
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return ``x @ weight.T + bias``, in ``out`` if given; x [..., in] -> [..., out]."""
+        made = F.linear(x, self.weight, self.bias)
+        return made if out is None else out.copy_(made)
+
+    def wide(self, x: Tensor, room: Tensor) -> Tensor | None:
+        """
+        Return the matrix [out, in] in the dtype of ``x``, for a product with many rows.
+
+        :param x: what it is for, [..., in].
+        :param room: flat, for the matrix of quantised forms; used until the next call.
+        :return: ``None`` where calling is better: codes are read as they are.
+        """
+        return self.weight
 
     @property
     def nbytes(self) -> int:

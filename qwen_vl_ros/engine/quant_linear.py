@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.layers import Linear
 from qwen_vl_ros.kernels import decode_layout as layout
-from qwen_vl_ros.kernels.decode_gemm import quant_product, serves
+from qwen_vl_ros.kernels.decode_gemm import copies, dequantised, quant_product, serves
 
 GROUPS = (128, 64, 32)
 #: Shares of a group's range that INT4 tries; cutting off outliers can cost less than their steps.
@@ -48,11 +48,18 @@ class Int8Linear(Linear):
         """Return the matrix [out, in] that the codes stand for."""
         return (self.codes.float() * self.scales[:, None]).to(dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T + bias``."""
+    def wide(self, x: Tensor, room: Tensor) -> Tensor | None:
+        """See :meth:`Linear.wide`."""
+        if not (serves(x, self.codes.shape[0]) and copies(x)):
+            return None
+        return dequantised(layout.INT8, self.codes, self.scales, None, room)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return ``x @ weight.T + bias``, in ``out`` where that is given."""
         if serves(x, self.codes.shape[0]):
-            return quant_product(x, layout.INT8, self.codes, self.scales, None, self.bias)
-        return F.linear(x, self.dequantised(x.dtype), self.bias)
+            return quant_product(x, layout.INT8, self.codes, self.scales, None, self.bias, out)
+        made = F.linear(x, self.dequantised(x.dtype), self.bias)
+        return made if out is None else out.copy_(made)
 
     @property
     def nbytes(self) -> int:
@@ -117,12 +124,21 @@ class Int4Linear(Linear):
         wide = (grouped - self.zeros[..., None].float()) * self.scales[..., None].float()
         return wide.view(rows, inputs).to(dtype)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T + bias``."""
+    def wide(self, x: Tensor, room: Tensor) -> Tensor | None:
+        """See :meth:`Linear.wide`."""
+        outputs, groups = self.scales.shape
+        if not (serves(x, outputs, x.shape[-1] // groups) and copies(x)):
+            return None
+        return dequantised(self.form, self.packed, self.scales, self.zeros, room)
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return ``x @ weight.T + bias``, in ``out`` where that is given."""
         outputs, groups = self.scales.shape
         if serves(x, outputs, x.shape[-1] // groups):
-            return quant_product(x, self.form, self.packed, self.scales, self.zeros, self.bias)
-        return F.linear(x, self.dequantised(x.dtype), self.bias)
+            return quant_product(x, self.form, self.packed, self.scales, self.zeros, self.bias,
+                                 out)
+        made = F.linear(x, self.dequantised(x.dtype), self.bias)
+        return made if out is None else out.copy_(made)
 
     @property
     def nbytes(self) -> int:

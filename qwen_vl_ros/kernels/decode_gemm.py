@@ -34,42 +34,56 @@ def serves(x: Tensor, outputs: int, group: int = 0) -> bool:
             and optional('qwen_vl_decode', 'a dequantised copy of each matrix') is not None)
 
 
+def copies(x: Tensor) -> bool:
+    """
+    Tell whether activations [..., in] are multiplied with a dequantised copy of the matrix.
+
+    Many rows on a Hopper GPU are: its fastest products take both matrices from memory.
+    """
+    rows = x.numel() // max(1, x.shape[-1])
+    return (x.device.type == 'cuda' and rows > FEW_ROWS
+            and torch.cuda.get_device_capability(x.device)[0] >= 9)
+
+
 def quant_product(
     x: Tensor, form: int, weight: Tensor, scales: Tensor, zeros: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:
     """
     Return ``x @ w.T + bias`` for quantised w, which is dequantised tile by tile on the way.
 
-    On a Hopper GPU, whose fastest products take both matrices from memory, many rows are
-    multiplied with a dequantised copy that lives as long as the call.
+    Where :func:`copies` says so, a dequantised copy is made instead; it lives as long as the call.
 
     :param x: bfloat16 or float16 [..., in] on a GPU.
     :param form: of :mod:`~qwen_vl_ros.kernels.decode_layout`: INT8, INT4 or INT8_GROUP.
     :param weight: codes [out, in], or [out, in / 2] of INT4.
     :param scales: float32 [out] of INT8, else float16 [out, groups].
     :param zeros: uint8 (INT4) or int16 [out, groups].
+    :param out: [..., out], where the result goes; ``None`` takes memory for it.
     :return: [..., out].
     :raises KernelError: for sizes that the kernel does not take (see :func:`serves`).
     """
     inputs, outputs = x.shape[-1], weight.shape[0]
+    if copies(x):
+        room = torch.empty(outputs * inputs, dtype=x.dtype, device=x.device)
+        made = F.linear(x, dequantised(form, weight, scales, zeros, room), bias)
+        return made if out is None else out.copy_(made)
     flat = x.reshape(-1, inputs).contiguous()
-    if flat.shape[0] > FEW_ROWS and torch.cuda.get_device_capability(x.device)[0] >= 9:
-        return F.linear(x, dequantised(form, weight, scales, zeros, inputs, x.dtype), bias)
-    out = torch.empty((flat.shape[0], outputs), dtype=x.dtype, device=x.device)
-    _call(flat, form, weight, scales, zeros, bias, inputs, out)
-    return out.view(*x.shape[:-1], outputs)
+    if out is None:
+        out = torch.empty((*x.shape[:-1], outputs), dtype=x.dtype, device=x.device)
+    _call(flat, form, weight, scales, zeros, bias, inputs, out.view(-1, outputs))
+    return out
 
 
-def dequantised(form: int, weight: Tensor, scales: Tensor, zeros: Tensor | None, inputs: int,
-                dtype: torch.dtype) -> Tensor:
+def dequantised(form: int, weight: Tensor, scales: Tensor, zeros: Tensor | None, room: Tensor,
+                ) -> Tensor:
     """
     Return the matrix [out, in] that codes on a GPU stand for; parameters as above.
 
-    :param inputs: of the matrix.
-    :param dtype: bfloat16 or float16.
+    :param room: bfloat16 or float16, flat; its beginning is where the matrix is written.
     """
-    out = torch.empty((weight.shape[0], inputs), dtype=dtype, device=weight.device)
+    inputs = weight.shape[1] * (2 if form == INT4 else 1)
+    out = room[:weight.shape[0] * inputs].view(weight.shape[0], inputs)
     _call(None, form, weight, scales, zeros, None, inputs, out)
     return out
 

@@ -14,7 +14,7 @@ from qwen_vl_ros.engine.cuda_prefill import CudaPrefill
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.graphs import Direct, Graphs
 from qwen_vl_ros.engine.kv_cache import KVCache
-from qwen_vl_ros.engine.quant_linear import Int8Linear
+from qwen_vl_ros.engine.quant_linear import Int4Linear, Int8Linear
 from qwen_vl_ros.kernels.encoder_plain import PlainKernels, PlainProducts
 from qwen_vl_ros.kernels.prompt import PlainPrompt
 
@@ -214,6 +214,32 @@ def test_prefill_fills_the_cache_alike(model, monkeypatch, sizes, way):
             start += size
     torch.testing.assert_close(caches[0].rows, caches[1].rows, rtol=1e-4, atol=1e-4,
                                equal_nan=True)
+
+
+@pytest.mark.parametrize('form', [Int8Linear, Int4Linear])
+@pytest.mark.parametrize('copied', [False, True])
+def test_prefill_through_quantised_weights(model, monkeypatch, form, copied):
+    """Codes that are read as they are, and matrices that are written out into one room."""
+    language = model.language
+    monkeypatch.setattr(language, 'layers', [
+        replace(x, qkv=form.of(x.qkv), out=form.of(x.out), gate_up=form.of(x.gate_up),
+                down=form.of(x.down)) for x in language.layers])
+    if copied:
+        def wide(linear, x, room):
+            weight = linear.dequantised(x.dtype)
+            return room[:weight.numel()].view(weight.shape).copy_(weight)
+
+        monkeypatch.setattr(form, 'wide', wide)
+        monkeypatch.setattr(cuda_prefill, 'copies', lambda x: True)
+    fused = CudaPrefill(language, PlainKernels(), PlainProducts(), Direct(), PlainPrompt())
+    caches = [KVCache(language.config, 256, language.device, language.dtype) for _ in range(2)]
+    x, positions = prompt_of(language, 90)
+    with torch.inference_mode():
+        for wanted in (None, 1):
+            got = fused.run(x, positions, caches[0], 0, wanted)
+            expected = language.prefill_plain(x, positions, caches[1], 0)
+            torch.testing.assert_close(got, expected[-got.shape[0]:], rtol=1e-4, atol=1e-4)
+    assert bool(fused._matrix.numel()) is copied
 
 
 def test_prefill_takes_the_cache_that_it_is_given(model):

@@ -11,6 +11,7 @@ from qwen_vl_ros.engine.checkpoint import expected_shapes
 from qwen_vl_ros.engine.config import LanguageConfig, ModelConfig, VisionConfig
 from qwen_vl_ros.engine.kv_cache import KVCache
 from qwen_vl_ros.engine.language import LanguageModel
+from qwen_vl_ros.engine.quantize import quantize_language
 from qwen_vl_ros.engine.quantize_vision import quantize_vision
 from qwen_vl_ros.engine.vision import VisionEncoder
 from qwen_vl_ros.kernels.encoder import FORMS
@@ -150,6 +151,35 @@ def test_prefill_errs_no_more_than_twice_as_plain_torch(exact, model):
         wanted, plain_rows, rows = (c.rows[:, :, :, :n] for c in caches)
         assert relative(rows, wanted) <= 2 * relative(plain_rows, wanted)
         assert torch.isnan(caches[2].rows[:, :, :, n:]).all()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize('kind', ['int8', 'int4'])
+def test_prefill_through_quantised_weights(kind):
+    """It errs no more than twice as plain torch with the same codes, and graphs take no memory."""
+    exact, language = halves(torch.float32)[1], halves(torch.bfloat16)[1]
+    if language.fused is None:
+        pytest.skip('libqwen_vl_encoder or cuBLASLt is missing')
+    quantize_language(language, kind)
+    for layer, coded in zip(exact.layers, language.layers):
+        for name in ('qkv', 'out', 'gate_up', 'down'):
+            getattr(layer, name).weight = getattr(coded, name).dequantised(torch.float32)
+    device = torch.device('cuda', 0)
+    caches = [KVCache(LANGUAGE, 1024, device, m.dtype) for m in (exact, language, language)]
+    reserved = []
+    for n in (20, 448, 30, 64, 128, 192, 320):
+        x = exact.embed(torch.randint(0, 512, (n,), device='cuda'))
+        positions = torch.arange(n, device='cuda').repeat(3, 1)
+        expected = exact.prefill_plain(x, positions, caches[0], 0)[-1:]
+        x = x.bfloat16()
+        plain = language.prefill_plain(x, positions, caches[1], 0)[-1:]
+        got = language.fused.run(x, positions, caches[2], 0, 1)
+        assert relative(got, expected) <= 2 * relative(plain, expected), n
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        reserved.append(torch.cuda.memory_reserved(device))
+    # The first bucket makes the buffers; each graph may have a smallest block of its own.
+    assert reserved[-1] - reserved[1] <= 4 * len(reserved) << 20
 
 
 @torch.inference_mode()
