@@ -163,8 +163,8 @@ class Settings:
         'Show this share of a still at full resolution beside a small overview; places in answers '
         'are mapped back. 0 is off. Approximate: can change answers. Questions are then answered '
         'one after the other, and told when they are whole.', low=0.0, high=0.9)
-    pruning_min_tokens: int = parameter(
-        'pruning.min_tokens', 64, LIVE, 'Never keep fewer tokens of a picture than this.',
+    pruning_min_units: int = parameter(
+        'pruning.min_units', 64, LIVE, 'Never keep fewer units (vision tokens) of a picture.',
         low=1, high=16384)
     target_latency_ms: float = parameter(
         'target_latency_ms', 0.0, LIVE,

@@ -131,7 +131,7 @@ class Perception:
         request = self._prepare(job)
         answer = None
         settings = self.settings
-        fewer = replace(settings.fewer(), least_units=settings.pruning_min_tokens)
+        fewer = replace(settings.fewer(), least_units=settings.pruning_min_units)
         for event in ask_with(self.engine, request, job.timeline, job.should_stop, fewer=fewer):
             if isinstance(event, Done):
                 answer = event.answer
@@ -211,7 +211,7 @@ class Perception:
         own = dict(question.options)
         ratio = min(own.pop('keep_ratio', ratio), self._latency.level.keep)
         if ratio < 1 and visuals:
-            least = settings.pruning_min_tokens / self._units(visuals, limits)
+            least = settings.pruning_min_units / self._units(visuals, limits)
             ratio = max(ratio, min(1.0, least))
         options = AskOptions(
             system_prompt=settings.prompt_system or None,

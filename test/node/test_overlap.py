@@ -256,7 +256,7 @@ def test_an_unknown_camera_is_refused_by_name():
 
 def test_micro_batches_below_one_are_labelled(engine):
     core = Perception(engine, Settings(
-        cameras=('a',), scheduler_micro_batch=0.5, pruning_min_tokens=1), lambda: NOW)
+        cameras=('a',), scheduler_micro_batch=0.5, pruning_min_units=1), lambda: NOW)
     core.start()
     core.receive('a', image(0))
     names = approximate(engine.info, core.settings, core.overlap)

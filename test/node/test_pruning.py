@@ -32,7 +32,7 @@ def message(rgb: np.ndarray) -> SimpleNamespace:
 
 def settings(**changed) -> Settings:
     return Settings(model_device='cpu', scheduler_max_sequences=1, pruning_enable=True,
-                    **{'pruning_keep_ratio': 0.33, 'pruning_min_tokens': 1, **changed})
+                    **{'pruning_keep_ratio': 0.33, 'pruning_min_units': 1, **changed})
 
 
 def perceive(**changed) -> Perception:
@@ -107,7 +107,7 @@ def test_a_latency_target_lowers_shares_and_resolution():
 
 
 def test_the_floor_holds_for_smaller_pictures_of_a_latency_target():
-    perception = perceive(target_latency_ms=0.01, pruning_min_tokens=70)
+    perception = perceive(target_latency_ms=0.01, pruning_min_units=70)
     item = next(items('attribute', 'test', 1))
     answers, _ = ask_on(perception, item, 32)
     assert min(answer.vision_tokens_in for answer in answers) < 70
@@ -116,7 +116,7 @@ def test_the_floor_holds_for_smaller_pictures_of_a_latency_target():
 
 @pytest.mark.parametrize('least', [1, 50, 70, 190])
 def test_the_floor_is_of_what_a_region_first_shows(least):
-    perception = perceive(pruning_roi=0.3, pruning_keep_ratio=0.1, pruning_min_tokens=least)
+    perception = perceive(pruning_roi=0.3, pruning_keep_ratio=0.1, pruning_min_units=least)
     got = ask(perception, next(items('pointing', 'test', 1)))[0].answer
     assert REGION in got.approximate and got.vision_tokens_in < 130
     assert got.vision_tokens_kept >= min(least, got.vision_tokens_in)
@@ -124,7 +124,7 @@ def test_the_floor_is_of_what_a_region_first_shows(least):
 
 def test_the_floor_is_of_the_picture_that_the_checkpoint_takes():
     """Two million pixels are shown as the 192 units that models/tiny was made for."""
-    perception = perceive(pruning_keep_ratio=0.1, pruning_min_tokens=100)
+    perception = perceive(pruning_keep_ratio=0.1, pruning_min_units=100)
     rgb = np.random.default_rng(0).integers(0, 255, (1080, 1920, 3), np.uint8)
     perception.receive('camera', message(rgb))
     outcome = perception.answer(Job(Question('Is the path blocked?'), lambda job, event: None))

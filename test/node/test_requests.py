@@ -67,7 +67,7 @@ def test_settings_shape_the_request(tmp_path):
     template.write_text('In one word: {question}')
     perception = core(
         prompt_template_file=str(template), prompt_system='You are a robot.', pruning_enable=True,
-        pruning_keep_ratio=0.25, pruning_min_tokens=1, generation_max_new_tokens=7,
+        pruning_keep_ratio=0.25, pruning_min_units=1, generation_max_new_tokens=7,
         vision_max_pixels=784 * 100)
     perception.receive('camera', image(1))
     ask(perception, 'what {question}?')
@@ -77,7 +77,7 @@ def test_settings_shape_the_request(tmp_path):
     assert request.keep_ratio == 0.25
     # 8x8 pixels are scaled up to 3136: four tokens, of which three are to stay.
     perception.settings = Settings(
-        pruning_enable=True, pruning_keep_ratio=0.25, pruning_min_tokens=3)
+        pruning_enable=True, pruning_keep_ratio=0.25, pruning_min_units=3)
     ask(perception, 'what?')
     assert perception.engine.requests[1].keep_ratio == 0.75
     ask(perception, 'what?', options={'keep_ratio': 0.9, 'system_prompt': 'Other.'})
