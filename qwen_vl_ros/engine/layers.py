@@ -16,6 +16,8 @@ class Linear:
     """
 
     __slots__ = ('bias', 'weight')
+    #: Tensors that quantised forms have in place of ``weight``.
+    parts: tuple[str, ...] = ()
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight

@@ -9,13 +9,11 @@ import torch
 
 from qwen_vl_ros.engine.device import give_back
 from qwen_vl_ros.engine.layers import Linear
+from qwen_vl_ros.kernels.memory import ALIGNED, together
 
 if TYPE_CHECKING:
     from qwen_vl_ros.engine.language import LanguageModel
     from qwen_vl_ros.engine.model import Model
-
-#: Bytes at which weights begin.
-ALIGNED = 256
 
 
 def pack_weights(model: Model) -> None:
@@ -26,6 +24,8 @@ def pack_weights(model: Model) -> None:
     of whole megabytes. Between the ones that stay lie those that were stacked to larger ones; none
     of that could be given back (447 MB of the 2B shape). Before anything holds their addresses.
     """
+    if model.device.type == 'cuda':
+        close_ranks(model.language)
     for group in _groups(model):
         if group and group[0].weight.device.type == 'cuda':
             pack(group)
@@ -59,18 +59,18 @@ def _groups(model: Model) -> Iterator[list[Linear]]:
 
 def close_ranks(language: LanguageModel) -> None:
     """
-    Lay codes and scales side by side in a GPU's memory, by way of the host's.
+    Lay codes and scales of quantised matrices side by side in a GPU's memory.
 
-    What making them took (float copies of whole matrices) is free by now, but lies between them:
-    torch could give none of it back.
+    By way of the host's. What making them took (float copies of whole matrices, codes as integers)
+    is free by now, but lies between them: torch could give none of it back.
     """
     matrices = [m for x in language.layers for m in (x.qkv, x.out, x.gate_up, x.down)]
     made = [(matrix, name) for matrix in (*matrices, language.head)
-            for name in type(matrix).__slots__]
+            for name in type(matrix).parts]
     held = []
     for matrix, name in made:
         held.append(getattr(matrix, name).to('cpu', copy=True))
         delattr(matrix, name)
     torch.cuda.empty_cache()
-    for (matrix, name), tensor in zip(made, held):
-        setattr(matrix, name, tensor.to(language.device))
+    for (matrix, name), tensor in zip(made, together(held, language.device)):
+        setattr(matrix, name, tensor)

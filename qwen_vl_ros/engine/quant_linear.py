@@ -31,7 +31,7 @@ class Int8Linear(Linear):
     :param bias: [out] or ``None``.
     """
 
-    __slots__ = ('codes', 'scales')
+    __slots__ = parts = ('codes', 'scales')
 
     def __init__(self, codes: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
         self.codes, self.scales, self.bias = codes, scales, bias
@@ -78,7 +78,7 @@ class Int4Linear(Linear):
     :param bias: [out] or ``None``.
     """
 
-    __slots__ = ('packed', 'scales', 'zeros')
+    __slots__ = parts = ('packed', 'scales', 'zeros')
     #: As the kernels number it.
     form = layout.INT4
 

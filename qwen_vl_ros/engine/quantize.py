@@ -14,7 +14,6 @@ import torch
 
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.language import LanguageModel
-from qwen_vl_ros.engine.packing import close_ranks
 from qwen_vl_ros.engine.quant_linear import Int4Linear, Int8Linear
 
 #: Quantisations that can be asked for at load; the output matrix is INT8 in both.
@@ -65,6 +64,4 @@ def quantize_language(language: LanguageModel, kind: str) -> Sizes:
             gate_up=form.of(layer.gate_up), down=form.of(layer.down)))
     head = Int8Linear.of(language.head)
     language.layers, language.head = layers, head
-    if language.device.type == 'cuda':
-        close_ranks(language)
     return Sizes(before, language.weight_bytes)

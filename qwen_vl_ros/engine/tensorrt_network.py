@@ -219,11 +219,11 @@ class _Watched(Linear):
         super().__init__(linear.weight, linear.bias)
         self.name, self.largest = name, largest
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """See :class:`Linear`."""
         seen = float(x.abs().amax())
         self.largest[self.name] = max(seen, self.largest.get(self.name, 0.0))
-        return super().__call__(x)
+        return super().__call__(x, out)
 
 
 @torch.inference_mode()

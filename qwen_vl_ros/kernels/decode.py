@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qwen_vl_ros.kernels import decode_layout as layout
 from qwen_vl_ros.kernels.loader import KernelError, library
+from qwen_vl_ros.kernels.memory import together
 
 #: Sequences of a step, and results of each that are kept: QWEN_VL_DECODE_ROWS and _RESULTS.
 ROWS, RESULTS = 8, 64
@@ -142,13 +143,14 @@ class DecodeKernels:
             vocab=shape.vocab, eps=weights.eps)
         self._model.group = self._common_group(shape, weights)
         table = (NativeLayer * len(weights.layers))()
+        matrices = iter(self._matrices(shape, weights))
         for native_layer, layer in zip(table, weights.layers):
-            for index, op in enumerate(layout.OPS[:4]):
-                native_layer.op[index] = self._matrix(shape, op, layer[op])
+            for index in range(len(layout.OPS[:4])):
+                native_layer.op[index] = next(matrices)
             native_layer.bias = self._address(layer['qkv'].bias)
             native_layer.norm1 = self._address(layer['norm1'])
             native_layer.norm2 = self._address(layer['norm2'])
-        self._model.head = self._matrix(shape, 'head', weights.head)
+        self._model.head = next(matrices)
         self._model.norm = self._address(weights.norm)
         self._model.embedding = self._address(weights.embedding)
         self._model.frequencies = self._address(weights.frequencies)
@@ -204,22 +206,35 @@ class DecodeKernels:
             launch.logits = self._address(logits, keep=False)
         self._call('step', ctypes.byref(launch), self._stream())
 
-    def _matrix(self, shape: layout.Shape, op: str, matrix: Matrix) -> NativeMatrix:
+    def _matrices(self, shape: layout.Shape, weights: Weights) -> list[NativeMatrix]:
+        """Describe the matrices of all layers, then the output matrix."""
+        named = [(op, layer[op]) for layer in weights.layers for op in layout.OPS[:4]]
+        named.append(('head', weights.head))
+        for op, matrix in named:
+            self._check(shape, op, matrix)
+        quantised = [(op, matrix) for op, matrix in named if matrix.scales is not None]
+        laid = iter(together([self._scales(shape, op, matrix).cpu() for op, matrix in quantised],
+                             self.device))
+        return [NativeMatrix(self._address(matrix.weight),
+                             self._address(None if matrix.scales is None else next(laid)))
+                for _, matrix in named]
+
+    @staticmethod
+    def _check(shape: layout.Shape, op: str, matrix: Matrix) -> None:
         wanted = shape.head_form if op == 'head' else shape.form
         if matrix.form != wanted:
             raise KernelError(f'{op} has form {matrix.form}, the others {wanted}')
         size = {layout.FLOAT: 2, layout.INT4: 0.5}.get(wanted, 1)
         if matrix.weight.nbytes != shape.outputs(op) * int(shape.inputs(op) * size):
             raise KernelError(f'{op} has {matrix.weight.nbytes} bytes')
-        scales = None
-        if matrix.scales is not None:
-            rows = layout.tile_rows(shape, op)
-            if matrix.zeros is None:
-                scales = layout.channel_scales(matrix.scales, rows)
-            else:
-                scales = layout.group_scales(
-                    matrix.scales, matrix.zeros, rows, shape.inputs(op), self._model.group)
-        return NativeMatrix(self._address(matrix.weight), self._address(scales))
+
+    def _scales(self, shape: layout.Shape, op: str, matrix: Matrix) -> Tensor:
+        assert matrix.scales is not None
+        rows = layout.tile_rows(shape, op)
+        if matrix.zeros is None:
+            return layout.channel_scales(matrix.scales, rows)
+        return layout.group_scales(
+            matrix.scales, matrix.zeros, rows, shape.inputs(op), self._model.group)
 
     @staticmethod
     def _common_group(shape: layout.Shape, weights: Weights) -> int:

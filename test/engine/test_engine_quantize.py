@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from qwen_vl_ros.engine.layers import Linear
 from qwen_vl_ros.engine.packing import close_ranks, pack, pack_weights
 from qwen_vl_ros.engine.quant_linear import (
     Int4Linear,
+    Int8GroupLinear,
     Int8Linear,
     group_size,
     pack_nibbles,
@@ -103,18 +105,26 @@ def test_a_quantised_engine_reads_less_and_still_answers(kind, share):
     engine.close()
 
 
-@pytest.mark.parametrize('kind', ['int8', 'int4'])
+@pytest.mark.parametrize('kind', ['int8', 'int4', 'int8 in groups'])
 def test_what_lies_anew_is_the_same(kind):
-    language = Engine.load(str(TINY), device='cpu', quantization=kind).model.language
+    language = Engine.load(
+        str(TINY), device='cpu', quantization=kind.split()[0]).model.language
+    if kind == 'int8 in groups':
+        language.layers = [replace(x, qkv=Int8GroupLinear(
+            torch.randint(0, 256, x.qkv.codes.shape, dtype=torch.uint8),
+            torch.rand(x.qkv.codes.shape[0], 2).half(),
+            torch.randint(0, 257, (x.qkv.codes.shape[0], 2), dtype=torch.int16), x.qkv.bias))
+            for x in language.layers]
     x = torch.randn(3, language.config.width)
     layer = language.layers[1]
-    before = [m(x) for m in (layer.qkv, layer.out, layer.gate_up, language.head)]
-    old = language.head.codes.data_ptr()
+    matrices = layer.qkv, layer.out, layer.gate_up, language.head
+    before = [m(x) for m in matrices]
     held = language.head.codes
     close_ranks(language)
-    assert language.head.codes.data_ptr() != old and held.data_ptr() == old
-    for a, m in zip(before, (layer.qkv, layer.out, layer.gate_up, language.head)):
-        assert torch.equal(a, m(x))
+    assert language.head.codes.data_ptr() != held.data_ptr()
+    rooms = {getattr(m, name).untyped_storage().data_ptr() for m in matrices for name in m.parts}
+    assert len(rooms) == 1
+    assert all(torch.equal(a, m(x)) for a, m in zip(before, matrices))
 
 
 def test_packed_weights_lie_side_by_side_and_are_the_same():
