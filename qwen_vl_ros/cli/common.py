@@ -15,6 +15,7 @@ from qwen_vl_ros.engine.types import Delta, Done, Visual
 from qwen_vl_ros.measure.report import Exchange, Shown
 from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.pipeline import AskOptions, age_ns, build_request
+from qwen_vl_ros.saliency.weights import HEAD_DTYPES
 from qwen_vl_ros.share import share
 
 if TYPE_CHECKING:
@@ -108,14 +109,27 @@ def add_model_arguments(parser: argparse.ArgumentParser, extra_selector: str = '
                        help='share of the vision tokens kept, over 0 to 1; less than 1 may change '
                             'answers (%(default)s)')
     group.add_argument('--select', default='auto', metavar='NAME',
-                       help='what chooses the tokens that are kept. Before the encoder: head, '
-                            'next_frame, saliency, gradient, colour, contrast, uniform, '
-                            'random, threshold; after it: divprune, dart, fastv; auto: head '
-                            'where the checkpoint has one, else saliency'
-                            f'{extra_selector} (%(default)s)')
+                       help='what chooses the tokens that are kept. Of the frame: head, saliency, '
+                            'gradient, colour, contrast, threshold; of the frames before it: '
+                            'next_frame, motion, entropy, grad_cam; of neither: uniform, random; '
+                            'after the encoder: divprune, dart, fastv; auto: head where the '
+                            f'checkpoint has one, else saliency{extra_selector} (%(default)s)')
+    group.add_argument('--weights', metavar='TEXT', default='',
+                       help='signals that saliency or next_frame combine, such as '
+                            'gradient=1,contrast=0.3; next_frame also takes motion, entropy and '
+                            'grad_cam, both take colour and head (default: those fitted)')
+    group.add_argument('--gradient-layers', type=int, default=0, metavar='K',
+                       help='decoder layers that the gradient of grad_cam passes: all (0) or the '
+                            'first K, which is faster (%(default)s)')
+    group.add_argument('--generic-every', type=int, default=0, metavar='N',
+                       help="divide grad_cam's map by that of a generic prompt, which is taken "
+                            'anew for every N maps (0: never)')
     group.add_argument('--head', metavar='FILE', default='',
                        help="saliency head (default: saliency_head.safetensors beside the model's "
                             'weights)')
+    group.add_argument('--head-dtype', default='auto', choices=HEAD_DTYPES,
+                       help='the saliency head computes in; int8 is for a CPU, auto is float16 on '
+                            'CUDA and float32 on a CPU (%(default)s)')
     group.add_argument('--keep-region', metavar='REGION', default='',
                        help="always keep 'corridor' or a polygon 'x,y x,y x,y' in shares of width "
                             'and height')
@@ -166,6 +180,8 @@ def check_ranges(args: argparse.Namespace) -> None:
         'temperature': (lambda x: 0 <= x < float('inf'), 'a number from 0'),
         'min_pixels': (lambda x: 0 < x <= args.max_pixels, f'1 to --max-pixels {args.max_pixels}'),
         'max_context': (lambda x: x >= 16, 'at least 16'),
+        'gradient_layers': (lambda x: x >= 0, '0 (all) or more'),
+        'generic_every': (lambda x: x >= 0, '0 (never) or more'),
         'quantization': (lambda x: x in KINDS, ', '.join(KINDS))}
     for name, (fits, expected) in good.items():
         value = getattr(args, name, None)
@@ -205,12 +221,13 @@ def load_engine(args: argparse.Namespace) -> Engine:
 
 def make_chosen(args: argparse.Namespace, model: str | Path) -> Any:
     """
-    Return the selector that ``--select``, ``--head``, ``--keep-region`` and ``--seed`` name.
+    Return the selector that ``--select`` and the options beside it name.
 
     :raises CliError: names the option that cannot be used.
     """
     from qwen_vl_ros.saliency.region import parse_region
     from qwen_vl_ros.saliency.selectors import NAMES, make_selector
+    from qwen_vl_ros.saliency.weights import parse_weights
 
     # eval makes its own masks for 'oracle'.
     known = args.command == 'eval' and args.select == 'oracle'
@@ -222,18 +239,26 @@ def make_chosen(args: argparse.Namespace, model: str | Path) -> Any:
         always = parse_region(args.keep_region)
     except ValueError as error:
         raise CliError(f'--keep-region: {error}') from error
+    try:
+        weights = parse_weights(args.weights, args.select)
+    except ValueError as error:
+        raise CliError(f'--weights: {error}') from error
     if args.head and not Path(args.head).is_file():
         raise CliError(f'--head: {args.head} is no file')
     try:
         return make_selector('uniform' if known else args.select, args.seed, model=model,
-                             head=args.head, always=always)
+                             head=args.head, always=always, weights=weights,
+                             gradient_layers=args.gradient_layers,
+                             generic_every=args.generic_every, head_dtype=args.head_dtype)
     except ValueError as error:
         raise CliError(f'{_head_option(args)}: {error}') from error
 
 
 def _head_option(args: argparse.Namespace) -> str:
     """Return the option that a head which cannot be used came from."""
-    return '--head' if args.head else f'--select {args.select}'
+    if args.head:
+        return '--head'
+    return '--weights' if 'head' in args.weights else f'--select {args.select}'
 
 
 def model_dict(engine: Engine) -> dict[str, Any]:

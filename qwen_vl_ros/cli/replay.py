@@ -378,8 +378,9 @@ def read_questions(path: Path, num_frames: int) -> list[Ask]:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     names = ('question', 'questions', 'rate', 'start', 'limit', 'frames', 'max_age',
-             'max_new_tokens', 'temperature', 'seed', 'keep_ratio', 'select', 'least_margin',
-             'roi', 'system', 'threads')
+             'max_new_tokens', 'temperature', 'seed', 'keep_ratio', 'select', 'weights',
+             'gradient_layers', 'generic_every', 'head_dtype', 'least_margin', 'roi', 'system',
+             'threads')
     values = {name: getattr(args, name) for name in names}
     return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
 

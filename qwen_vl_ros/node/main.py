@@ -56,6 +56,7 @@ def load_engine(settings: Settings) -> Any:
     from qwen_vl_ros.engine.engine import Engine
     from qwen_vl_ros.saliency.region import parse_region
     from qwen_vl_ros.saliency.selectors import make_selector
+    from qwen_vl_ros.saliency.weights import parse_weights
 
     model = settings.model_path or str(share('models', 'tiny'))
     engine = Engine.load(
@@ -65,7 +66,11 @@ def load_engine(settings: Settings) -> Any:
         max_pixels=settings.vision_max_pixels, allow_download=settings.model_allow_download,
         selector=make_selector(
             settings.pruning_selector, model=model, head=settings.pruning_head_file,
-            always=parse_region(settings.pruning_keep_region)),
+            always=parse_region(settings.pruning_keep_region),
+            weights=parse_weights(settings.pruning_weights, settings.pruning_selector),
+            gradient_layers=settings.pruning_gradient_layers,
+            generic_every=settings.pruning_generic_every,
+            head_dtype=settings.pruning_head_dtype),
         preprocess=settings.preprocess_device, vision_engine=settings.vision_engine,
         vision_quantization=settings.vision_quantization,
         max_sequences=settings.scheduler_max_sequences,

@@ -27,6 +27,7 @@ from qwen_vl_ros.node.parameter import (
 from qwen_vl_ros.saliency.answering import Fewer
 from qwen_vl_ros.saliency.region import parse_region
 from qwen_vl_ros.saliency.selectors import AFTER, NAMES
+from qwen_vl_ros.saliency.weights import HEAD_DTYPES, parse_weights
 
 #: The longest deadline of a question; action results are kept a little longer than that.
 MAX_DEADLINE_S = 300.0
@@ -144,11 +145,29 @@ class Settings:
     pruning_selector: str = parameter(
         'pruning.selector', 'auto', CONFIGURE,
         'What chooses the vision tokens that are kept. auto is head where the checkpoint has one, '
-        'else saliency. The last three choose after the encoder, and questions are then answered '
-        'one after the other.', choices=NAMES)
+        'else saliency. motion, entropy, grad_cam, and next_frame, which combines signals, go by '
+        'the frames before. The last three choose after the encoder, and questions are then '
+        'answered one after the other.', choices=NAMES)
+    pruning_weights: str = parameter(
+        'pruning.weights', '', CONFIGURE,
+        'Signals that pruning.selector saliency or next_frame combine, such as '
+        'gradient=1,contrast=0.3. Both take gradient, colour, contrast and head, next_frame also '
+        'motion, entropy and grad_cam. Empty: those fitted.')
+    pruning_gradient_layers: int = parameter(
+        'pruning.gradient_layers', 0, CONFIGURE,
+        'Decoder layers that the gradient of grad_cam passes: the first so many, which is faster. '
+        '0 is all.', low=0, high=1024)
+    pruning_generic_every: int = parameter(
+        'pruning.generic_every', 0, CONFIGURE,
+        'Divide the map of grad_cam by that of a generic prompt, which is taken anew for so many '
+        'maps, and where the camera has turned. 0 never divides.', low=0, high=1_000_000)
     pruning_head_file: str = parameter(
         'pruning.head_file', '', CONFIGURE,
         'File of the light head. Empty: saliency_head.safetensors beside the checkpoint.')
+    pruning_head_dtype: str = parameter(
+        'pruning.head_dtype', 'auto', CONFIGURE,
+        'Type of the light head\'s arithmetic. auto is float16 on CUDA and float32 on a CPU; int8 '
+        'is for a CPU.', choices=HEAD_DTYPES)
     pruning_keep_region: str = parameter(
         'pruning.keep_region', '', CONFIGURE,
         'Part of the picture that is always kept: corridor (the floor ahead), or the corners of a '
@@ -268,6 +287,10 @@ class Settings:
             parse_region(self.pruning_keep_region)
         except ValueError as error:
             reasons.append(str(error))
+        try:
+            parse_weights(self.pruning_weights, self.pruning_selector)
+        except ValueError as error:
+            reasons.append(f'pruning.weights: {error}')
         return reasons
 
     def fewer(self) -> Fewer:

@@ -75,8 +75,7 @@ def score_units(
     if generic:
         plain = Request(GENERIC, request.visuals, request.system_prompt)
         usual = token_maps(engine, engine.look(plain)[1], features, depth, ())
-        # A tenth of the mean keeps units that nobody looks at from dividing by nothing.
-        maps = [m / (u + 0.1 * u.mean() + 1e-12) for m, u in zip(maps, usual)]
+        maps = [divided(m, u) for m, u in zip(maps, usual)]
     out = []
     for values, visual in zip(maps, visuals):
         if visual.units is not None:
@@ -86,6 +85,15 @@ def score_units(
         values = values / peak if peak > 0 else values
         out.append(values.reshape(t, h // 2, w // 2).astype(np.float32))
     return out
+
+
+def divided(values: np.ndarray, usual: np.ndarray) -> np.ndarray:
+    """
+    Divide a map by what any question leans on.
+
+    A tenth of the mean keeps units that nobody looks at from dividing by nothing.
+    """
+    return np.asarray(values / (usual + 0.1 * usual.mean() + 1e-12))
 
 
 def token_maps(engine: Engine, prompt: Prompt, features: Sequence[Placed], depth: int,

@@ -22,6 +22,10 @@ from qwen_vl_ros.saliency.selectors import FILE
 if TYPE_CHECKING:
     from qwen_vl_ros.engine.engine import Engine
 
+#: What :data:`weights.HEAD_DTYPES` name.
+DTYPES = {'auto': None, 'float32': torch.float32, 'float16': torch.float16,
+          'bfloat16': torch.bfloat16, 'int8': torch.int8}
+
 #: Questions that are remembered; the one asked longest ago goes first.
 QUESTIONS = 64
 #: Shapes of frames and grids whose nets stay recorded; the one used longest ago goes first.
@@ -39,7 +43,7 @@ def head_file(model: str | Path, file: str | Path = '') -> Path:
     path = Path(file) if str(file) else Path(model) / FILE
     if not path.is_file():
         raise ValueError(f'{path} is missing: this checkpoint has no saliency head; '
-                         'tools/distil_head makes one, selector saliency needs none')
+                         'tools/distil_head makes one, gradient and contrast need none')
     return path
 
 
@@ -69,13 +73,17 @@ class HeadSignal:
         self._lock = threading.Lock()
 
     @classmethod
-    def load(cls, model: str | Path, file: str | Path = '') -> HeadSignal:
+    def load(cls, model: str | Path, file: str | Path = '', dtype: str = 'auto') -> HeadSignal:
         """
         Read the head of a checkpoint.
 
-        :raises ValueError: see :func:`head_file` and :meth:`SaliencyHead.load`.
+        :param dtype: one of :data:`DTYPES`.
+        :raises ValueError: another dtype; see :func:`head_file`, :meth:`SaliencyHead.load` and
+            the class.
         """
-        return cls(SaliencyHead.load(head_file(model, file)))
+        if dtype not in DTYPES:
+            raise ValueError(f"the head's dtype '{dtype}' is not one of {', '.join(DTYPES)}")
+        return cls(SaliencyHead.load(head_file(model, file)), DTYPES[dtype])
 
     def bind(self, engine: Engine) -> None:
         """

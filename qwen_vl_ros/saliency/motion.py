@@ -10,6 +10,9 @@ import numpy as np
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.saliency.samples import SAMPLES, per_unit, unit_samples
 
+#: A shift under this many units is noise of the estimate.
+STILL = 0.06
+
 
 class MotionSignal:
     """
@@ -115,6 +118,27 @@ def shift_of(before: Frame, after: Frame, rows: int, columns: int) -> tuple[floa
     return dy / samples, dx / samples
 
 
+def turned(before: Frame, now: Frame, rows: int, columns: int) -> tuple[float, float]:
+    """Return the shift of the picture in units (down, right), 0 where it is noise."""
+    down, right = shift_of(before, now, rows, columns)
+    return down * (abs(down) >= STILL), right * (abs(right) >= STILL)
+
+
+def shifted(values: np.ndarray, shift: tuple[float, float], border: float = 0.0) -> np.ndarray:
+    """
+    Move a map by a shift in units.
+
+    :param values: [rows, columns].
+    :param shift: (down, right).
+    :param border: what comes in.
+    :return: float32 [rows, columns].
+    """
+    matrix = np.array([[1, 0, shift[1]], [0, 1, shift[0]]], np.float32)
+    return cv2.warpAffine(values.astype(np.float32), matrix, values.shape[::-1],
+                          flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_CONSTANT,
+                          borderValue=border)
+
+
 def move_map(values: np.ndarray, shift: tuple[float, float]) -> np.ndarray:
     """
     Move a map by a shift in units; what enters at the border gets the map's largest value.
@@ -124,7 +148,4 @@ def move_map(values: np.ndarray, shift: tuple[float, float]) -> np.ndarray:
     :param values: float32 [rows, columns].
     :param shift: (down, right) of :func:`shift_of`.
     """
-    matrix = np.array([[1, 0, shift[1]], [0, 1, shift[0]]], np.float32)
-    return cv2.warpAffine(values, matrix, (values.shape[1], values.shape[0]),
-                          flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_CONSTANT,
-                          borderValue=float(values.max()))
+    return shifted(values, shift, float(values.max()))

@@ -4,7 +4,7 @@ Next-frame use: what the last answer leaned on says where to look now.
 Grad-CAM on the frame at hand costs more than dropping saves. So the gradient of an answer is taken
 after it has been said, and its map serves the camera's next frame: moved by the shift that was
 seen, joined with the temporal difference (what is new must not be missed) and, behind both, with a
-signal that knows the new frame itself.
+signal that knows the new frame itself. Each of them may also choose alone.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import cv2
 import numpy as np
 
 from qwen_vl_ros.engine.errors import one_line
-from qwen_vl_ros.engine.patches import Grid
+from qwen_vl_ros.engine.patches import Grid, spread_rank
 from qwen_vl_ros.frame import Frame
-from qwen_vl_ros.saliency.motion import MotionSignal, move_map, shift_of
+from qwen_vl_ros.saliency.motion import MotionSignal, move_map, shifted, turned
+from qwen_vl_ros.saliency.remembered import Camera
 from qwen_vl_ros.saliency.select import (
     UnitSelector,
     neighbours,
@@ -30,12 +30,13 @@ from qwen_vl_ros.saliency.select import (
     slice_frames,
     top_units,
 )
+from qwen_vl_ros.saliency.weights import REMEMBERED, check_signals
 
 if TYPE_CHECKING:
     from qwen_vl_ros.engine.engine import Engine
-    from qwen_vl_ros.engine.model import Placed
     from qwen_vl_ros.engine.prompt import Prompt, VisualToken
     from qwen_vl_ros.engine.types import Request
+    from qwen_vl_ros.saliency.reflecting import Said
 
 #: Levels of temporal difference that count as much as the best unit of the frame's own map: of a
 #: camera that stands still, and of one that turns, where much changes that does not matter.
@@ -49,10 +50,12 @@ CUT = 25.0
 #: one that has seen the question. These, and the levels above, are fitted on the training split.
 KNOWN = 1.1
 KNOWN_BESIDE_QUESTION = 0.25
-#: A shift under this many units is noise of the estimate.
-STILL = 0.06
 #: Cameras remembered; the one looked at longest ago goes first.
 CAMERAS = 16
+#: Units that the picture moves until the map of a generic prompt is taken anew.
+TURNED = 4.0
+#: Height of the uniform grid under the signals where no signal knows the new frame.
+TIE = 1e-3
 
 
 def widen(values: np.ndarray) -> np.ndarray:
@@ -62,12 +65,6 @@ def widen(values: np.ndarray) -> np.ndarray:
     Gradients sit on few units of a thing, often its border; the thing is what has to be seen.
     """
     return (0.7 * values + 0.3 * np.maximum(values, neighbours(values))).astype(np.float32)
-
-
-def turned(before: Frame, now: Frame, rows: int, columns: int) -> tuple[float, float]:
-    """Return the shift of the picture in units (down, right), 0 where it is noise."""
-    down, right = shift_of(before, now, rows, columns)
-    return down * (abs(down) >= STILL), right * (abs(right) >= STILL)
 
 
 def moved_since(signal: MotionSignal, before: Frame, now: Frame, rows: int, columns: int
@@ -85,7 +82,7 @@ def moved_since(signal: MotionSignal, before: Frame, now: Frame, rows: int, colu
 
 
 def join(cam: np.ndarray, shift: tuple[float, float], moved: np.ndarray, base: np.ndarray,
-         weight: float = KNOWN) -> np.ndarray:
+         weight: float = KNOWN, motion: float = 1.0) -> np.ndarray:
     """
     Join the last answer's map, temporal difference and a map of the new frame.
 
@@ -98,6 +95,7 @@ def join(cam: np.ndarray, shift: tuple[float, float], moved: np.ndarray, base: n
     :param moved: levels [T, rows, columns].
     :param base: [T, rows, columns] in [0, 1].
     :param weight: of the last answer's map.
+    :param motion: weight of the temporal difference.
     :return: float32 [T, rows, columns].
     """
     peak = float(cam.max())
@@ -107,90 +105,56 @@ def join(cam: np.ndarray, shift: tuple[float, float], moved: np.ndarray, base: n
     usual = float(np.median(moved[~unseen])) if not unseen.all() else 0.0
     stands_out = np.where(unseen, 0.0, np.maximum(moved - 2 * usual, 0.0))
     new = np.minimum(widen(stands_out) / (MOVED_TURNING if any(shift) else MOVED), 1.0)
-    return (base + weight * known + new + 0.25 * unseen).astype(np.float32)
-
-
-def shifted(values: np.ndarray, shift: tuple[float, float]) -> np.ndarray:
-    """Move a map [rows, columns] by (down, right) in units; 0 comes in at the border."""
-    matrix = np.array([[1, 0, shift[1]], [0, 1, shift[0]]], np.float32)
-    return cv2.warpAffine(values.astype(np.float32), matrix, values.shape[::-1],
-                          flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_CONSTANT, borderValue=0.0)
-
-
-@dataclass
-class _Camera:
-    """What is remembered of one camera."""
-
-    frame: Frame
-    signal: MotionSignal
-    grid: Grid
-    question: str
-    cam: np.ndarray
-    focus: np.ndarray | None = None
-    #: The frame that was chosen from last, and how the picture had moved since ``frame``.
-    chosen: Frame | None = None
-    shift: tuple[float, float] = (0.0, 0.0)
-    #: Answers since one was reflected on; ``None`` before the first.
-    answers: int | None = None
-
-    def follow(self, frame: Frame, rows: int, columns: int) -> None:
-        """Move what is known to a later frame of the camera."""
-        if self.chosen is not frame:
-            self.shift = turned(self.frame, frame, rows, columns)
-        if any(self.shift):
-            self.cam = shifted(self.cam, self.shift)
-            if self.focus is not None:
-                self.focus = move_map(self.focus, self.shift)
-        self.frame, self.chosen, self.shift = frame, None, (0.0, 0.0)
-
-
-@dataclass
-class _Said:
-    """An answer whose gradient has not been taken yet."""
-
-    prompt: Prompt
-    features: list[Placed]
-    ids: tuple[int, ...]
-    visuals: tuple[VisualToken, ...]
-    question: str
+    return (base + weight * known + motion * (new + 0.25 * unseen)).astype(np.float32)
 
 
 @dataclass
 class NextFrameSelector:
     """
-    Chooses units by what the last answer to the same question leaned on; keeps state a camera.
+    Chooses units by what is remembered of the camera, with a signal of the new frame or alone.
 
     The engine tells it of answers (:meth:`observe`), from any thread; the gradient is taken by
     :meth:`reflect` when there is time, at the latest before the next choice.
 
-    :param base: whose map of the frame itself ranks what the last answer does not speak of.
-    :param layers: decoder layers that the gradient passes; ``None`` is all.
-    :param known: weight of the last answer's map, see :func:`join`.
+    :param base: whose map of the frame itself ranks what the others do not speak of; ``None``
+        spreads evenly over the picture what they do not tell apart, and so everything at first.
+    :param weights: of :data:`weights.REMEMBERED`. Those of motion and grad_cam, the map of the
+        last answer to the same question, stand against the base's ranks as a whole, see
+        :func:`join`; that of entropy, the attention of the last frame, against the base's weights:
+        it costs a pass of the encoder while nothing else is to do.
+    :param layers: decoder layers that the gradient passes; 0 is all.
     :param every: so many answers to the same question are reflected on once: in between the map
         moves on with the camera, and half of the gradients are saved.
-    :param focus: weight of the attention entropy of the last frame, 0 to 1, against the base; it
-        costs a pass of the encoder while nothing else is to do.
+    :param generic_every: the map of an answer is divided by that of a generic prompt, which is
+        taken anew after so many of them, and where the picture has moved by :data:`TURNED`; 0
+        never divides.
     :param min_units: fewest units kept a slice.
     :param always: bool [rows, columns] kept in every slice, by grid.
     """
 
-    base: UnitSelector
-    layers: int | None = None
-    known: float = KNOWN
+    base: UnitSelector | None
+    weights: Mapping[str, float] = field(
+        default_factory=lambda: {'motion': 1.0, 'grad_cam': KNOWN})
+    layers: int = 0
     every: int = 2
-    focus: float = 0.0
+    generic_every: int = 0
     min_units: int = 8
     always: Callable[[int, int], np.ndarray] | None = None
-    _cameras: OrderedDict[str, _Camera] = field(default_factory=OrderedDict, repr=False)
-    _said: _Said | None = field(default=None, repr=False)
+    _cameras: OrderedDict[str, Camera] = field(default_factory=OrderedDict, repr=False)
+    _said: Said | None = field(default=None, repr=False)
     _engine: Engine | None = field(default=None, repr=False)
     _blind: bool = field(default=False, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
+    def __post_init__(self) -> None:
+        """:raises ValueError: an unknown signal or a weight that is not positive."""
+        check_signals(self.weights, REMEMBERED)
+
     def bind(self, engine: Engine) -> None:
         """Take the engine whose answers are reflected on; called by the engine itself."""
         self._engine = engine
-        self.base.bind(engine)
+        if self.base is not None:
+            self.base.bind(engine)
 
     def forget(self) -> None:
         """Forget all cameras (a jump of the clock, another scene)."""
@@ -201,7 +165,11 @@ class NextFrameSelector:
     def saliency(self, frames: Sequence[Frame], rows: int, columns: int, question: str = ''
                  ) -> np.ndarray:
         """Return the joined map, float32 [T, rows, columns]; the camera's state moves on."""
-        base = normalised(self.base.saliency(frames, rows, columns, question))
+        if self.base is None:
+            even = 1 - spread_rank(rows, columns).reshape(1, rows, columns) / (rows * columns)
+            base = (TIE * even).astype(np.float32).repeat(len(frames), 0)
+        else:
+            base = normalised(self.base.saliency(frames, rows, columns, question))
         with self._lock:
             return self._joined(base, frames, rows, columns, question)
 
@@ -210,7 +178,7 @@ class NextFrameSelector:
         """Join the base's map [T, rows, columns] with what is remembered of the camera."""
         state = self._cameras.get(frames[-1].camera)
         if state is None or state.cam.shape != (rows, columns):
-            return base
+            return self._at_first(base, frames, rows, columns)
         shift, _ = moved = moved_since(state.signal, state.frame, frames[-1], rows, columns)
         state.chosen, state.shift = frames[-1], shift
         known = moved[1] < UNSEEN
@@ -220,8 +188,21 @@ class NextFrameSelector:
         differences = [state.signal.difference([f], rows, columns)[0] for f in frames[:-1]]
         cam = state.cam if state.question == question else np.zeros_like(state.cam)
         if state.focus is not None:
-            base = (1 - self.focus) * base + self.focus * normalised(move_map(state.focus, shift))
-        return join(cam, shift, np.stack([*differences, moved[1]]), base, self.known)
+            own = 0.0 if self.base is None else sum(self.base.weights.values())
+            share = self.weights['entropy'] / (own + self.weights['entropy'])
+            base = (1 - share) * base + share * normalised(move_map(state.focus, shift))
+        return join(cam, shift, np.stack([*differences, moved[1]]), base,
+                    self.weights.get('grad_cam', 0.0), self.weights.get('motion', 0.0))
+
+    def _at_first(self, base: np.ndarray, frames: Sequence[Frame], rows: int, columns: int
+                  ) -> np.ndarray:
+        """Rank first frames; motion without a base holds a clip's slices against each other."""
+        if self.base is not None or 'motion' not in self.weights:
+            return base
+        moved = MotionSignal().difference(frames, rows, columns)
+        moved[0] = 0.0
+        return join(np.zeros((rows, columns), np.float32), (0.0, 0.0), moved, base, 0.0,
+                    self.weights['motion'])
 
     def __call__(self, frames: Sequence[Frame], grid: Grid, ratio: float, question: str = ''
                  ) -> np.ndarray:
@@ -236,15 +217,14 @@ class NextFrameSelector:
             self._remember(newest[-1], grid, question, keep.reshape(t, -1)[-1])
         return keep
 
-    def _remember(self, frame: Frame, grid: Grid, question: str, keep: np.ndarray) -> _Camera:
+    def _remember(self, frame: Frame, grid: Grid, question: str, keep: np.ndarray) -> Camera:
         rows, columns = grid[1] // 2, grid[2] // 2
         state = self._cameras.pop(frame.camera, None)
         if state is None or state.cam.shape != (rows, columns):
-            state = _Camera(frame, MotionSignal(), grid, question,
-                            np.zeros((rows, columns), np.float32), chosen=frame)
+            state = Camera(frame, MotionSignal(), question,
+                           np.zeros((rows, columns), np.float32), chosen=frame)
         state.follow(frame, rows, columns)
         state.signal.kept(frame, keep, rows, columns)
-        state.grid = grid
         self._cameras[frame.camera] = state
         while len(self._cameras) > CAMERAS:
             self._cameras.popitem(last=False)
@@ -266,7 +246,9 @@ class NextFrameSelector:
             return
         with self._lock:
             if self._note(request, visuals):
-                self._said = _Said(prompt, features, tuple(ids), tuple(visuals), request.question)
+                from qwen_vl_ros.saliency.reflecting import Said
+                self._said = Said(prompt, features, tuple(ids), tuple(visuals), request.question,
+                                  request.system_prompt)
 
     def _note(self, request: Request, visuals: Sequence[VisualToken]) -> bool:
         """Follow the cameras to what was shown; tell whether the answer is to be reflected on."""
@@ -281,52 +263,70 @@ class NextFrameSelector:
                 state.answers += 1
             due = due or (state.answers is None or state.answers >= self.every
                           or state.question != request.question)
-        return due
+        return due and not {'grad_cam', 'entropy'}.isdisjoint(self.weights)
 
     def reflect(self) -> None:
         """
         Take the gradient of the last answer, if there is one that was not reflected on.
 
         Where the weights have no gradient (quantised ones on kernels of their own) that is said
-        once, and motion and the base choose alone.
+        once, and the other signals choose alone.
         """
         with self._lock:
             said, self._said = self._said, None
-            if said is None or self._engine is None or self._blind:
-                return
-            try:
+            if said is not None and self._engine is not None:
                 self._reflect_on(said, self._engine)
-            except (RuntimeError, TypeError) as error:
-                self._blind = True
-                logging.getLogger(__name__).warning(
-                    'no gradient of the answer: %s; next_frame goes by motion alone',
-                    one_line(error))
 
-    def _reflect_on(self, said: _Said, engine: Engine) -> None:
-        from qwen_vl_ros.saliency.grad_cam import token_maps
-        depth = self.layers or engine.model.config.language.layers
-        maps = token_maps(engine, said.prompt, said.features, depth, said.ids)
-        for values, visual in zip(maps, said.visuals):
-            t, rows, columns = visual.grid[0], visual.grid[1] // 2, visual.grid[2] // 2
-            whole = np.zeros(visual.total, np.float32)
-            whole[np.arange(whole.size) if visual.units is None else visual.units] = values
-            state = self._cameras.get(visual.frames[-1].camera)
-            if state is not None and state.cam.shape == (rows, columns):
-                state.cam = whole.reshape(t, rows, columns).max(0)
-                state.question, state.answers = said.question, 0
-                state.focus = self._focus_of(visual) if self.focus > 0 else None
+    def _reflect_on(self, said: Said, engine: Engine) -> None:
+        from qwen_vl_ros.saliency.reflecting import focus_of
 
-    def _focus_of(self, visual: VisualToken) -> np.ndarray:
-        """Run the encoder once more with a probe, which the answer itself had no time for."""
-        import torch
+        maps = self._leaned_on(said, engine) if 'grad_cam' in self.weights else []
+        for index, visual in enumerate(said.visuals):
+            state = self._of(visual)
+            if state is None:
+                continue
+            if maps:
+                state.cam = maps[index]
+            state.question, state.answers = said.question, 0
+            if 'entropy' in self.weights:
+                state.focus = focus_of(engine, visual)
 
-        from qwen_vl_ros.engine.patches import extract_patches
-        from qwen_vl_ros.saliency.attention_entropy import EntropyProbe
-        assert self._engine is not None
-        vision = self._engine.model.vision
-        patches = torch.from_numpy(extract_patches(visual.frames, visual.grid))
-        units = None if visual.units is None else torch.from_numpy(visual.units)
-        probe = EntropyProbe(vision.config.depth)
-        with torch.inference_mode():
-            vision.encode(patches.to(vision.device), visual.grid, units, probe)
-        return probe.map(visual.grid, visual.units)[-1]
+    def _of(self, visual: VisualToken) -> Camera | None:
+        """Return what is remembered of a visual's camera, if it is of the same grid."""
+        state = self._cameras.get(visual.frames[-1].camera)
+        shape = (visual.grid[1] // 2, visual.grid[2] // 2)
+        return state if state is not None and state.cam.shape == shape else None
+
+    def _leaned_on(self, said: Said, engine: Engine) -> list[np.ndarray]:
+        """Return the map of each visual, [rows, columns]; none where there is no gradient."""
+        from qwen_vl_ros.saliency.reflecting import leaned_on
+
+        if self._blind:
+            return []
+        try:
+            maps = leaned_on(engine, said, self.layers)
+            return self._divided(maps, said, engine) if self.generic_every else maps
+        except (RuntimeError, TypeError) as error:
+            self._blind = True
+            logging.getLogger(__name__).warning(
+                'no gradient of the answer: %s; units are chosen without it', one_line(error))
+            return []
+
+    def _divided(self, maps: list[np.ndarray], said: Said, engine: Engine) -> list[np.ndarray]:
+        """Divide the maps by those of a generic prompt; they are taken anew where they are old."""
+        from qwen_vl_ros.saliency.grad_cam import divided
+        from qwen_vl_ros.saliency.reflecting import usual_of
+
+        states = [self._of(visual) for visual in said.visuals]
+        if any(s is not None and (s.usual is None or s.usual_moved >= TURNED
+                                  or s.usual_answers >= self.generic_every) for s in states):
+            for state, usual in zip(states, usual_of(engine, said, self.layers)):
+                if state is not None:
+                    state.usual, state.usual_answers, state.usual_moved = usual, 0, 0.0
+        out = []
+        for state, values in zip(states, maps):
+            if state is not None and state.usual is not None:
+                values = divided(values, state.usual)
+                state.usual_answers += 1
+            out.append(values)
+        return out

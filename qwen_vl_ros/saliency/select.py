@@ -20,6 +20,7 @@ from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.saliency.colour_edges import colour_edges
 from qwen_vl_ros.saliency.gradient import contrast, gradient_magnitude
 from qwen_vl_ros.saliency.region import Region, with_region
+from qwen_vl_ros.saliency.weights import check_signals
 
 #: A signal: (frames, one for each slice; rows; columns; question) -> float32 [T, rows, columns].
 Signal = Callable[[Sequence[Frame], int, int, str], np.ndarray]
@@ -75,11 +76,7 @@ class UnitSelector:
 
     def __post_init__(self) -> None:
         """:raises ValueError: an unknown signal or a weight that is not positive."""
-        for name, weight in self.weights.items():
-            if name not in self.signals:
-                raise ValueError(f"signal '{name}' is not one of {', '.join(self.signals)}")
-            if not weight > 0:
-                raise ValueError(f'weight of {name} is {weight}; expected more than 0')
+        check_signals(self.weights, self.signals)
 
     def bind(self, engine: Any) -> None:
         """Hand the engine on to signals that ask the model; called by the engine itself."""

@@ -2,88 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from qwen_vl_ros.engine.patches import Grid, spread_rank, uniform_keep
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.saliency.gradient import gradient_magnitude
+from qwen_vl_ros.saliency.next_frame import KNOWN, KNOWN_BESIDE_QUESTION, NextFrameSelector
 from qwen_vl_ros.saliency.region import Region
 from qwen_vl_ros.saliency.select import (
     SIGNALS,
+    WEIGHTS,
     RandomSelector,
+    Signal,
     UnitSelector,
     slice_frames,
     threshold_keep,
     top_units,
 )
+from qwen_vl_ros.saliency.weights import OF_FRAME, REMEMBERED, check_weights
 
 Choose = Callable[[Sequence[Frame], Grid, float, str], np.ndarray]
 
 #: Name of the light head's file beside a checkpoint's weights.
 FILE = 'saliency_head.safetensors'
 #: Decide before the encoder.
-BEFORE = ('auto', 'head', 'next_frame', 'saliency', *SIGNALS, 'uniform', 'random', 'threshold')
+BEFORE = ('auto', 'head', 'next_frame', 'saliency', *SIGNALS, *REMEMBERED, 'uniform', 'random',
+          'threshold')
 #: Decide after it (see after_merger.py); the engine's own selector is then not asked.
 AFTER = ('divprune', 'dart', 'fastv')
 NAMES = (*BEFORE, *AFTER)
 
 
 def make_selector(name: str, seed: int = 0, *, model: str | Path = '', head: str | Path = '',
-                  min_units: int = 8, always: Region | None = None) -> Choose:
+                  min_units: int = 8, always: Region | None = None,
+                  weights: Mapping[str, float] | None = None, gradient_layers: int = 0,
+                  generic_every: int = 0, head_dtype: str = 'auto') -> Choose:
     """
     Return a selector by its name.
 
     :param name: one of :data:`NAMES`. 'auto' takes the head where the checkpoint has one, else
-        'saliency' (gradient and contrast); 'next_frame' joins the same with what the last
-        answer leaned on; those of :data:`AFTER` give the uniform grid, which is not asked but
-        holds the region for :func:`after_merger.drop_after_merger`.
+        'saliency' (gradient and contrast); 'next_frame' joins the same with what is remembered of
+        the camera: motion and what the last answer leaned on; those of :data:`AFTER` give the
+        uniform grid, which is not asked but holds the region for
+        :func:`after_merger.drop_after_merger`.
     :param seed: of 'random'.
     :param model: folder of the checkpoint, beside whose weights the head lies.
     :param head: another place of the head.
     :param min_units: fewest units kept a slice.
     :param always: units that are kept whatever they show: first, then the best others up to the
         budget.
-    :raises ValueError: another name, or a head that is missing or broken.
+    :param weights: of the signals that 'saliency' or 'next_frame' combine; none are those fitted.
+    :param gradient_layers: decoder layers that the gradient of an answer passes; 0 is all.
+    :param generic_every: see :class:`next_frame.NextFrameSelector`.
+    :param head_dtype: one of :data:`weights.HEAD_DTYPES`.
+    :raises ValueError: another name, weights that do not fit it, or a head that is missing or
+        broken.
     """
+    check_weights(name, weights or {})
     if name in ('uniform', *AFTER):
         return uniform_keep if always is None else UniformWithRegion(always)
     if name == 'random':
         return RandomSelector(seed, always)
     if name == 'threshold':
         return ThresholdSelector(always)
-    if name in SIGNALS:
-        return UnitSelector({name: 1.0}, min_units=min_units, always=always)
-    if name == 'saliency':
-        return UnitSelector(min_units=min_units, always=always)
+    of_frame, remembered = _defaults(name, _has_head(model, head))
+    if weights:
+        of_frame, remembered = ({n: w for n, w in weights.items() if n in known}
+                                for known in (OF_FRAME, REMEMBERED))
+    base = None
+    if of_frame:
+        signals: dict[str, Signal] = dict(SIGNALS)
+        if 'head' in of_frame:
+            from qwen_vl_ros.saliency.head_signal import HeadSignal
+            signals['head'] = HeadSignal.load(model, head, head_dtype)
+        # The head scores whole things; the others find borders, which the neighbours belong to.
+        base = UnitSelector(of_frame, signals, min_units, always,
+                            spread=0.0 if 'head' in of_frame else 0.25)
+        if not remembered:
+            return base
+    return NextFrameSelector(base, remembered, gradient_layers, generic_every=generic_every,
+                             min_units=min_units, always=always)
+
+
+def _has_head(model: str | Path, head: str | Path) -> bool:
+    return bool(str(head)) or (bool(str(model)) and (Path(model) / FILE).is_file())
+
+
+def _defaults(name: str, has_head: bool) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """
+    Return a selector's weights of signals of the frame, and of what is remembered.
+
+    :raises ValueError: for a selector that is none.
+    """
+    own = {'head': 1.0} if has_head else WEIGHTS
     if name == 'auto':
-        has = bool(str(head)) or (bool(str(model)) and (Path(model) / FILE).is_file())
-        name = 'head' if has else 'saliency'
-        return make_selector(name, seed, model=model, head=head, min_units=min_units,
-                             always=always)
-    if name == 'head':
-        return _head(model, head, min_units, always)
+        return own, {}
     if name == 'next_frame':
-        from qwen_vl_ros.saliency.next_frame import (
-            KNOWN,
-            KNOWN_BESIDE_QUESTION,
-            NextFrameSelector,
-        )
-        base: Any = make_selector('auto', model=model, head=head)
-        known = KNOWN_BESIDE_QUESTION if 'head' in base.weights else KNOWN
-        return NextFrameSelector(base, known=known, min_units=min_units, always=always)
+        return own, {'motion': 1.0, 'grad_cam': KNOWN_BESIDE_QUESTION if has_head else KNOWN}
+    if name == 'saliency':
+        return WEIGHTS, {}
+    if name in OF_FRAME:
+        return {name: 1.0}, {}
+    if name in REMEMBERED:
+        return {}, {name: 1.0}
     raise ValueError(f"selector '{name}' is not one of {', '.join(NAMES)}")
-
-
-def _head(model: str | Path, head: str | Path, min_units: int, always: Region | None
-          ) -> UnitSelector:
-    from qwen_vl_ros.saliency.head_signal import HeadSignal
-    signal = HeadSignal.load(model, head)
-    return UnitSelector({'head': 1.0}, {'head': signal}, min_units, always, spread=0.0)
 
 
 @dataclass(frozen=True)

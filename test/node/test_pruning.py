@@ -14,7 +14,7 @@ from qwen_vl_ros.node.main import load_engine
 from qwen_vl_ros.node.parameters import Settings
 from qwen_vl_ros.node.perception import Perception
 from qwen_vl_ros.node.requests import Job, Outcome, Question
-from qwen_vl_ros.roboscene.evaluate import frames_of
+from qwen_vl_ros.roboscene.evaluate import earlier, frames_of
 from qwen_vl_ros.roboscene.items import items
 from qwen_vl_ros.saliency.answering import FULL_FRAME, REGION
 
@@ -95,6 +95,31 @@ def test_the_gradient_is_taken_while_nobody_waits():
     assert selector._said is None and selector._cameras['camera'].cam.max() > 0
 
 
+def test_weights_layers_and_types_reach_the_selector():
+    perception = perceive(
+        pruning_selector='next_frame', pruning_gradient_layers=2, pruning_generic_every=5,
+        pruning_weights='gradient=1,motion=2,grad_cam=0.5,head=1', pruning_head_dtype='bfloat16')
+    selector = perception.engine.options.selector
+    assert selector.base.weights == {'gradient': 1.0, 'head': 1.0}
+    assert selector.weights == {'motion': 2.0, 'grad_cam': 0.5}
+    assert (selector.layers, selector.generic_every) == (2, 5)
+    assert str(selector.base.signals['head'].head.score.weight.dtype) == 'torch.bfloat16'
+    outcome, _ = ask(perception, next(items('attribute', 'test', 1)))
+    assert outcome.answer.vision_tokens_kept == 72
+    perception._check_newest()
+    assert selector._cameras['camera'].usual.max() > 0
+
+
+@pytest.mark.parametrize('name', ['motion', 'entropy', 'grad_cam'])
+def test_a_remembered_signal_chooses_alone(name):
+    perception = perceive(pruning_selector=name)
+    item, kept = next(items('attribute', 'test', 1)), []
+    for moment in (earlier(item), item):
+        kept.append(ask(perception, moment)[0].answer.kept_units[0])
+        perception._check_newest()
+    assert [k.sum() for k in kept] == [72, 72] and (kept[0] != kept[1]).any()
+
+
 def test_a_latency_target_lowers_shares_and_resolution():
     perception = perceive(target_latency_ms=0.01)
     item = next(items('attribute', 'test', 1))
@@ -149,6 +174,11 @@ def test_every_approximate_option_in_force_is_named():
 @pytest.mark.parametrize(('name', 'value', 'expected'), [
     ('pruning.keep_region', 'path', "'path' of the region 'path' is not a corner"),
     ('pruning.selector', 'magic', 'pruning.selector must be one of auto, head'),
+    ('pruning.weights', 'gradient=1', "pruning.weights: selector 'auto' combines nothing"),
+    ('pruning.gradient_layers', -1, 'pruning.gradient_layers must be from 0'),
+    ('pruning.generic_every', -1, 'pruning.generic_every must be from 0'),
+    ('pruning.head_dtype', 'int4', 'pruning.head_dtype must be one of auto, float32'),
+    ('pruning.min_units', 0, 'pruning.min_units must be from 1'),
     ('pruning.least_margin', -1.0, 'pruning.least_margin must be from 0.0'),
     ('pruning.roi', 1.0, 'pruning.roi must be from 0.0 to 0.9')])
 def test_values_out_of_range_are_named(name, value, expected):
@@ -156,6 +186,18 @@ def test_values_out_of_range_are_named(name, value, expected):
         Settings.of({name: value})
 
 
+@pytest.mark.parametrize(('weights', 'expected'), [
+    ('magic=1', "pruning.weights: signal 'magic' is not one of gradient, colour"),
+    ('gradient=x', "pruning.weights: weight of gradient is 'x'; expected a number over 0"),
+    ('motion=-1', 'pruning.weights: weight of motion is -1; expected a number over 0')])
+def test_weights_that_cannot_be_used_are_named(weights, expected):
+    with pytest.raises(ValueError, match=expected):
+        Settings.of({'pruning.selector': 'next_frame', 'pruning.weights': weights})
+
+
 def test_a_head_that_is_missing_is_named():
+    with pytest.raises(ValueError, match='/nowhere/head is missing'):
+        load_engine(settings(pruning_selector='saliency', pruning_weights='head=1',
+                             pruning_head_file='/nowhere/head'))
     with pytest.raises(ValueError, match='/nowhere/head is missing'):
         load_engine(settings(pruning_selector='head', pruning_head_file='/nowhere/head'))

@@ -31,7 +31,7 @@ def selector():
 def observe(selector: NextFrameSelector, frame: Frame) -> None:
     """Tell of an answer about a frame that was shown whole."""
     visual = SimpleNamespace(key=1, frames=(frame,), unit_map=np.ones((3, 4), bool), grid=GRID)
-    selector.observe(SimpleNamespace(question='what?'), [visual],
+    selector.observe(SimpleNamespace(question='what?', system_prompt=None), [visual],
                      SimpleNamespace(spans=[(0, 12)]), (1,))
 
 

@@ -67,7 +67,7 @@ def test_entropy_and_gradient_are_those_of_the_cpu():
                       max_new_tokens=4)
     found = []
     for device in ('cpu', 'cuda'):
-        selector = NextFrameSelector(UnitSelector(), focus=0.5)
+        selector = NextFrameSelector(UnitSelector(), {'entropy': 1.3, 'grad_cam': 1.1})
         engine = Engine.load(str(TINY), device=device, dtype='float32', selector=selector)
         said = next(e.answer for e in engine.answer(request) if isinstance(e, Done))
         selector.reflect()
