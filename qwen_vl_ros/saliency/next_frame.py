@@ -67,6 +67,12 @@ def widen(values: np.ndarray) -> np.ndarray:
     return (0.7 * values + 0.3 * np.maximum(values, neighbours(values))).astype(np.float32)
 
 
+def evenly(rows: int, columns: int) -> np.ndarray:
+    """Return float32 [rows, columns], up to :data:`TIE`: larger where the uniform grid begins."""
+    ranks = spread_rank(rows, columns).reshape(rows, columns)
+    return (TIE * (1 - ranks / (ranks.max() + 1))).astype(np.float32)
+
+
 def moved_since(signal: MotionSignal, before: Frame, now: Frame, rows: int, columns: int
                 ) -> tuple[tuple[float, float], np.ndarray]:
     """
@@ -166,8 +172,7 @@ class NextFrameSelector:
                  ) -> np.ndarray:
         """Return the joined map, float32 [T, rows, columns]; the camera's state moves on."""
         if self.base is None:
-            even = 1 - spread_rank(rows, columns).reshape(1, rows, columns) / (rows * columns)
-            base = (TIE * even).astype(np.float32).repeat(len(frames), 0)
+            base = evenly(rows, columns)[None].repeat(len(frames), 0)
         else:
             base = normalised(self.base.saliency(frames, rows, columns, question))
         with self._lock:
@@ -190,7 +195,9 @@ class NextFrameSelector:
         if state.focus is not None:
             own = 0.0 if self.base is None else sum(self.base.weights.values())
             share = self.weights['entropy'] / (own + self.weights['entropy'])
-            base = (1 - share) * base + share * normalised(move_map(state.focus, shift))
+            # Units that were dropped from the last frame share one value.
+            focus = normalised(move_map(state.focus, shift) + TIE * evenly(rows, columns))
+            base = (1 - share) * base + share * focus
         return join(cam, shift, np.stack([*differences, moved[1]]), base,
                     self.weights.get('grad_cam', 0.0), self.weights.get('motion', 0.0))
 
