@@ -10,7 +10,7 @@ import torch
 
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.types import Done, Request, Visual
-from qwen_vl_ros.roboscene.evaluate import frames_of
+from qwen_vl_ros.roboscene.evaluate import earlier, frames_of
 from qwen_vl_ros.roboscene.items import items
 from qwen_vl_ros.saliency.next_frame import NextFrameSelector
 from qwen_vl_ros.saliency.select import UnitSelector
@@ -90,3 +90,36 @@ def test_answers_stay_right_with_a_third_of_the_units(engine, family, least):
         assert answer.vision_tokens_kept < 0.4 * answer.vision_tokens_in
         right += answer.text == item.question.answer
     assert right >= least
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'float16', 'bfloat16'])
+def test_the_head_computes_in_every_type(dtype):
+    item = next(items('attribute', 'test', 1))
+    frames, maps = frames_of(item), []
+    for device, kind in (('cpu', 'float32'), ('cuda', dtype)):
+        selector = make_selector('head', model=TINY, head_dtype=kind)
+        engine = Engine.load(str(TINY), device=device, selector=selector)
+        maps.append(selector.saliency(frames, 12, 16, item.question.text))
+        assert selector.signals['head'].head.score.weight.dtype == getattr(torch, kind)
+        engine.close()
+    assert np.corrcoef(maps[0].reshape(-1), maps[1].reshape(-1))[0, 1] > 0.98
+
+
+def test_the_head_in_int8_is_refused():
+    with pytest.raises(ValueError, match='in int8 is for a CPU, the model is on cuda'):
+        Engine.load(str(TINY), device='cuda',
+                    selector=make_selector('head', model=TINY, head_dtype='int8'))
+
+
+@pytest.mark.parametrize('name', ['motion', 'entropy', 'grad_cam'])
+def test_a_remembered_signal_chooses_alone(name):
+    selector = make_selector(name, generic_every=2)
+    engine = Engine.load(str(TINY), device='cuda', selector=selector)
+    item, kept = next(items('attribute', 'test', 1, 7)), []
+    for moment in (earlier(item), item):
+        request = Request(item.question.text, (Visual(frames_of(moment)),), keep_ratio=0.33,
+                          max_new_tokens=4)
+        told = next(e.answer for e in engine.answer(request) if isinstance(e, Done))
+        kept.append(told.kept_units[0])
+    assert [k.sum() for k in kept] == [72, 72] and (kept[0] != kept[1]).any()
+    engine.close()
