@@ -36,11 +36,16 @@ class VisualToken:
     @property
     def unit_map(self) -> np.ndarray:
         """Return which units of the last slice are kept, bool [h / 2, w / 2]."""
+        return self.slice_maps[-1]
+
+    @property
+    def slice_maps(self) -> np.ndarray:
+        """Return which units are kept, bool [t, h / 2, w / 2]."""
         kept = np.ones(self.total, np.bool_)
         if self.units is not None:
             kept[:] = False
             kept[self.units] = True
-        return kept.reshape(self.grid[0], self.grid[1] // 2, self.grid[2] // 2)[-1]
+        return kept.reshape(self.grid[0], self.grid[1] // 2, self.grid[2] // 2)
 
     @property
     def total(self) -> int:

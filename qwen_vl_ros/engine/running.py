@@ -366,7 +366,7 @@ class Running:
         return Done(Answer(
             said, state.reason, tuple(state.ids), state.confidence,
             seen, kept, self.prompt.ids.size, self.timeline, state.margin,
-            tuple(v.unit_map for v in self.visuals),
+            tuple(v.slice_maps for v in self.visuals),
             (*(name for name in shared.info.approximate if shown or name != VISION_QUANTIZATION),
              *(label for label, holds in labels if holds))))
 

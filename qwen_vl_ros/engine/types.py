@@ -76,8 +76,8 @@ class Answer:
     :param prompt_tokens: length of the prompt as prefilled, cached prefix included.
     :param timeline: the stages with their times and bytes.
     :param margin: logit distance of best and second-best token at the first answer position.
-    :param kept_units: for each visual of the request, bool [rows, columns] of the units of its
-        last frames, in the picture's own arrangement.
+    :param kept_slices: for each visual of the request, bool [slices, rows, columns] of its units,
+        in the picture's own arrangement; a still has one slice, a clip one for two frames.
     :param approximate: options in force that can change an answer beyond rounding, by name.
     """
 
@@ -90,8 +90,13 @@ class Answer:
     prompt_tokens: int
     timeline: Timeline = field(repr=False)
     margin: float = float('nan')
-    kept_units: tuple[np.ndarray, ...] = field(default=(), repr=False, compare=False)
+    kept_slices: tuple[np.ndarray, ...] = field(default=(), repr=False, compare=False)
     approximate: tuple[str, ...] = ()
+
+    @property
+    def kept_units(self) -> tuple[np.ndarray, ...]:
+        """Return bool [rows, columns] of the units of each visual's last frames."""
+        return tuple(kept[-1] for kept in self.kept_slices)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from std_msgs.msg import Header
 from qwen_vl_ros.engine import types
 from qwen_vl_ros.engine.constrain import is_json
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
+from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.node.parameters import MAX_DEADLINE_S, Settings
 from qwen_vl_ros.node.requests import Job, Outcome, Question, Queued
@@ -85,11 +86,13 @@ def _finite(name: str, value: float) -> None:
 
 def header_of(job: Job) -> Header:
     """Return stamp and frame_id of the newest picture that the question is about, unchanged."""
-    header = Header()
-    if job.frames:
-        frame = max(job.frames, key=lambda f: f.stamp_ns)
-        header.frame_id = frame.frame_id
-        header.stamp.sec, header.stamp.nanosec = divmod(frame.stamp_ns, 10**9)
+    return frame_header(max(job.frames, key=lambda f: f.stamp_ns)) if job.frames else Header()
+
+
+def frame_header(frame: Frame) -> Header:
+    """Return a picture's stamp and frame_id, unchanged."""
+    header = Header(frame_id=frame.frame_id)
+    header.stamp.sec, header.stamp.nanosec = divmod(frame.stamp_ns, 10**9)
     return header
 
 

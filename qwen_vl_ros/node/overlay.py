@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import textwrap
+import unicodedata
 from array import array
+from collections.abc import Sequence
 
 import cv2
 import numpy as np
@@ -16,34 +18,55 @@ FONT = cv2.FONT_HERSHEY_SIMPLEX
 WHITE, YELLOW = (255, 255, 255), (0, 220, 255)
 
 
-def draw(rgb: np.ndarray, question: str, answer: str, costs: str,
+def draw(rgb: np.ndarray, question: str, answer: str, notes: Sequence[str] = (),
          kept: np.ndarray | None = None) -> np.ndarray:
     """
-    Return the picture with a banner of question, answer and costs.
+    Return the picture with a banner of question, answer and notes; what is too long ends in dots.
 
     :param rgb: uint8 [H, W, 3].
+    :param notes: a line each.
     :param kept: bool [rows, columns] of the picture's units; units that were dropped are dimmed.
     :return: uint8 [H, W, 3] BGR, a picture of its own.
     """
-    bgr = np.ascontiguousarray(rgb[:, :, ::-1])
+    bgr = np.array(rgb[:, :, ::-1], order='C')
     height, width = bgr.shape[:2]
-    if kept is not None:
+    if kept is not None and not kept.all():
         dim_dropped(bgr, kept)
     scale = max(0.4, height / 900)
     letter = cv2.getTextSize('n', FONT, scale, 1)[0][0]
     columns = max(10, width // max(1, letter) - 2)
-    lines = [(line, YELLOW) for line in textwrap.wrap(question, columns)[:2]]
-    lines += [(line, WHITE) for line in textwrap.wrap(answer, columns)[:6]]
-    lines += [(costs, YELLOW)]
+    lines = [(line, YELLOW) for line in _wrapped(question, columns, 2)]
+    lines += [(line, WHITE) for line in _wrapped(answer, columns, 6)]
+    lines += [(line, YELLOW) for note in notes for line in _wrapped(note, columns, 1)]
     pitch = round(30 * scale) + 4
     top = max(0, height - pitch * len(lines) - pitch // 2)
     bgr[top:] >>= 1
     for number, (line, colour) in enumerate(lines):
-        # OpenCV's own fonts know ASCII only.
-        line = line.encode('ascii', 'replace').decode()
         cv2.putText(bgr, line, (pitch // 2, top + pitch * (number + 1)), FONT, scale, colour,
                     1 + round(scale), cv2.LINE_AA)
     return bgr
+
+
+def _wrapped(text: str, columns: int, most: int) -> list[str]:
+    """Return a text as at most so many lines of what OpenCV's fonts know."""
+    # Longer ones are cut anyway, and wrapping all of them would take its time.
+    text = latin(text[:2 * columns * most])
+    return textwrap.wrap(text, columns, max_lines=most, placeholder='...')
+
+
+def latin(text: str) -> str:
+    """
+    Return a text in ASCII, which is all that OpenCV's own fonts know.
+
+    Letters lose their marks; what is no Latin letter then, or no letter at all, becomes '?'.
+    """
+    def plain(letter: str) -> str:
+        bare = ''.join(part for part in unicodedata.normalize('NFKD', letter)
+                       if unicodedata.category(part) != 'Mn')
+        good = bare.isascii() and (bare.isprintable() or bare in '\t\n\r')
+        return bare if good else '?'
+
+    return ''.join(map(plain, text))
 
 
 def image_message(pixels: np.ndarray, header: Header) -> Image:

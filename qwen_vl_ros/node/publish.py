@@ -1,4 +1,4 @@
-"""What everybody can listen to: answers, their pieces, their costs, the overlay."""
+"""What everybody can listen to: answers, their pieces, their costs, their pictures."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import time
 from qwen_vl_msgs.msg import Answer, AnswerChunk, InferenceMetrics, ModelInfo
 from rclpy.node import Node
 from rclpy.qos import DurabilityPolicy, QoSProfile
-from sensor_msgs.msg import CompressedImage, Image
 from std_msgs.msg import String
 
 from qwen_vl_ros.engine.errors import ErrorCode
 from qwen_vl_ros.engine.types import Delta, Stage
 from qwen_vl_ros.measure.export import Exports, Finished, open_exports
-from qwen_vl_ros.node import overlay
-from qwen_vl_ros.node.messages import answer_message, chunk_message, header_of
+from qwen_vl_ros.node.messages import answer_message, chunk_message
 from qwen_vl_ros.node.parameters import Settings
+from qwen_vl_ros.node.pictures import Pictures
 from qwen_vl_ros.node.requests import Job, Outcome, Queued
-from qwen_vl_ros.saliency.answering import kept_of
-from qwen_vl_ros.saliency.picture import kept_picture
 
 
 class Publications:
@@ -37,9 +34,7 @@ class Publications:
         self._stream = node.create_publisher(AnswerChunk, '~/answer_stream', 100)
         self._metrics = node.create_publisher(InferenceMetrics, '~/metrics', 10)
         self._model_info = node.create_publisher(ModelInfo, '~/model_info', latched)
-        self._overlay = node.create_publisher(Image, '~/overlay', 1)
-        self._overlay_jpeg = node.create_publisher(CompressedImage, '~/overlay/compressed', 1)
-        self._saliency = node.create_publisher(Image, '~/saliency', 1)
+        self._pictures = Pictures(node)
         self._numbers: dict[Job, int] = {}
         self._exports = Exports(())
         self._model = ''
@@ -78,7 +73,7 @@ class Publications:
         """
         Publish what a listener of topics should know of an event.
 
-        :param pictures: draw the overlay where somebody listens.
+        :param pictures: draw those of an answer where somebody listens.
         """
         if isinstance(event, Delta):
             self._chunk(job, event.text)
@@ -86,11 +81,13 @@ class Publications:
             self._chunk(job, '', done=True)
             self._numbers.pop(job, None)
             start_ns = time.monotonic_ns()
-            self._outcome(job, event)
-            if pictures:
-                self._pictures(job, event)
-            job.timeline.add('publish', start_ns, time.monotonic_ns())
-            self._tell_exports(job, event)
+            try:
+                self._outcome(job, event)
+                if pictures and event.answer is not None:
+                    self._pictures.show(job, event.answer)
+            finally:
+                job.timeline.add('publish', start_ns, time.monotonic_ns())
+                self._tell_exports(job, event)
         elif isinstance(event, Stage):
             self._tell_exports(job, event)
 
@@ -111,29 +108,3 @@ class Publications:
     def refused(self, job: Job, outcome: Outcome) -> None:
         """Announce a question from a topic that was not taken."""
         self._outcome(job, outcome)
-
-    def _pictures(self, job: Job, outcome: Outcome) -> None:
-        if outcome.answer is None or not job.frames:
-            return
-        raw = self._overlay.get_subscription_count() > 0
-        jpeg = self._overlay_jpeg.get_subscription_count() > 0
-        kept = kept_of(outcome.answer)
-        saliency = kept is not None and self._saliency.get_subscription_count() > 0
-        if not (raw or jpeg or saliency):
-            return
-        header, frame = header_of(job), job.frames[0]
-        if saliency:
-            assert kept is not None
-            self._saliency.publish(overlay.image_message(
-                kept_picture(kept, frame.width, frame.height), header))
-        if not (raw or jpeg):
-            return
-        line = outcome.answer.timeline
-        costs = (f'{line.total_ms():.0f} ms, first token {line.time_to_first_token_ms():.0f} ms, '
-                 f'{outcome.answer.vision_tokens_kept} of '
-                 f'{outcome.answer.vision_tokens_in} vision tokens')
-        picture = overlay.draw(frame.rgb(), job.question.text, outcome.answer.text, costs, kept)
-        if raw:
-            self._overlay.publish(overlay.image_message(picture, header))
-        if jpeg:
-            self._overlay_jpeg.publish(overlay.jpeg_message(picture, header))

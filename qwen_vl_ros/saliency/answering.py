@@ -177,12 +177,6 @@ def _mapped(events: Iterator[Event], window: Window, grid: tuple[int, int]) -> I
             text = window.to_frame(event.answer.text, grid, (seen.shape[0], seen.shape[1]))
             if text:
                 yield Delta(text, len(event.answer.token_ids), margin)
-            kept = window.kept_units(seen, *grid)
-            event = Done(_labelled(replace(event.answer, text=text, kept_units=(kept,)), REGION))
+            kept = window.kept_units(seen, *grid)[None]
+            event = Done(_labelled(replace(event.answer, text=text, kept_slices=(kept,)), REGION))
         yield event
-
-
-def kept_of(answered: Answer) -> np.ndarray | None:
-    """Return bool [rows, columns] of the first picture's kept units; ``None`` if all are."""
-    kept = answered.kept_units[0] if answered.kept_units else None
-    return None if kept is None or kept.all() else kept
