@@ -141,6 +141,13 @@ class Bench:
         inside = ((r >= row) & (r < row + WINDOW[0]) & (c >= column) & (c < column + WINDOW[1]))
         return (inside * 2 + ranks).flatten(1)
 
+    def _motion(self) -> Tensor:
+        """Score by what changed since the frame before, evenly where nothing did."""
+        shown = self.shown
+        cam = shown.shifts.new_zeros((len(shown.items), GRID_H, GRID_W))
+        even = next_frame.TIE * self.scores('uniform') / UNITS
+        return join(cam, shown.shifts, shown.maps['motion'], even, shown.shifts, 0.0)
+
     def _entropy(self) -> Tensor:
         """Score by the focus of attention in the middle of the encoder, a frame earlier."""
         past = self.shown.before
