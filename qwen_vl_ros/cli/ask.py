@@ -29,7 +29,7 @@ from qwen_vl_ros.measure.report import format_stages, stage_table
 from qwen_vl_ros.pipeline import FrameStore
 
 if TYPE_CHECKING:
-    from qwen_vl_ros.engine.engine import Engine
+    from qwen_vl_ros.saliency.explaining import Chosen
 
 MANUAL = '''\
 Ask one question about pictures. The answer appears word by word on standard output, what it cost
@@ -65,8 +65,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument('--topic', action='append', default=[], metavar='NAME',
                         help='image topic of the bag; again for more cameras')
     parser.add_argument('--explain', type=Path, metavar='PNG',
-                        help='write the first picture with its dropped parts dimmed, beside the '
-                             'map that they were chosen by')
+                        help='write what the answer was given about: each picture, and the newer '
+                             'frame of each pair of a clip, with its dropped parts dimmed, beside '
+                             'the map that they were chosen by, if any. Several stand below each '
+                             'other in the one file, under their names')
     parser.add_argument('--stages', action='store_true', help='also print the table of stages')
     parser.add_argument('--json', action='store_true',
                         help='print one JSON object instead: text, costs, timeline')
@@ -92,15 +94,20 @@ def run(args: argparse.Namespace) -> int:
         visuals = [Visual(tuple(frames))] if args.clip else [Visual((f,)) for f in frames]
     fewer = fewer_tokens(args)
     engine = load_engine(args)
+    maps: list[Chosen] = []
+    if args.explain:
+        from qwen_vl_ros.saliency.explaining import keep_maps
+
+        maps = keep_maps(engine.options.selector)
     exchange = ask_engine(
         engine, args.question, ask_options(args), lambda: visuals, fewer=fewer,
         on_text=(lambda text: None) if args.json else _show)
     if exchange.error_code == ErrorCode.BAD_REQUEST.name:
         raise CliError(exchange.error)
     if args.explain and exchange.answer:
-        if exchange.answer.vision_tokens_kept == exchange.answer.vision_tokens_in:
+        if all(kept.all() for kept in exchange.answer.kept_slices):
             print('[--explain: nothing was dropped, so nothing is dimmed]', file=sys.stderr)
-        write_explanation(args.explain, engine, args.question, visuals[0], exchange.answer)
+        write_explanation(args.explain, visuals, exchange.answer, maps)
     if args.json:
         print(json.dumps(exchange.to_dict(), ensure_ascii=False, indent=1))
         return 0 if exchange.answer else 1
@@ -131,21 +138,19 @@ def _show(text: str) -> None:
     print(text, end='', flush=True)
 
 
-def write_explanation(path: Path, engine: Engine, question: str, visual: Visual,
-                      answer: Answer) -> None:
+def write_explanation(path: Path, visuals: Sequence[Visual], answer: Answer,
+                      maps: Sequence[Chosen]) -> None:
     """
-    Write a picture of what the answer was given about.
+    Write what an answer was given about: every slice of every picture.
 
+    :param maps: those that the answer's units were chosen by.
     :raises CliError: when it cannot be written.
     """
-    from qwen_vl_ros.saliency.picture import explain, write_png
+    from qwen_vl_ros.saliency.explaining import explain_answer
+    from qwen_vl_ros.saliency.picture import write_png
 
-    kept = answer.kept_units[0]
-    selector, values = engine.options.selector, None
-    if hasattr(selector, 'saliency'):
-        values = selector.saliency([visual.frames[-1]], *kept.shape, question)[0]
     try:
-        write_png(path, explain(visual.frames[-1].rgb(), kept, values))
+        write_png(path, explain_answer(visuals, answer, maps))
     except OSError as error:
         raise CliError(f'cannot write {path}: {error.strerror or error}') from None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-import unicodedata
 from array import array
 from collections.abc import Sequence
 
@@ -12,9 +11,8 @@ import numpy as np
 from sensor_msgs.msg import CompressedImage, Image
 from std_msgs.msg import Header
 
-from qwen_vl_ros.saliency.picture import dim_dropped
+from qwen_vl_ros.saliency.picture import FONT, dim_dropped, latin
 
-FONT = cv2.FONT_HERSHEY_SIMPLEX
 WHITE, YELLOW = (255, 255, 255), (0, 220, 255)
 
 
@@ -52,21 +50,6 @@ def _wrapped(text: str, columns: int, most: int) -> list[str]:
     # Longer ones are cut anyway, and wrapping all of them would take its time.
     text = latin(text[:2 * columns * most])
     return textwrap.wrap(text, columns, max_lines=most, placeholder='...')
-
-
-def latin(text: str) -> str:
-    """
-    Return a text in ASCII, which is all that OpenCV's own fonts know.
-
-    Letters lose their marks; what is no Latin letter then, or no letter at all, becomes '?'.
-    """
-    def plain(letter: str) -> str:
-        bare = ''.join(part for part in unicodedata.normalize('NFKD', letter)
-                       if unicodedata.category(part) != 'Mn')
-        good = bare.isascii() and (bare.isprintable() or bare in '\t\n\r')
-        return bare if good else '?'
-
-    return ''.join(map(plain, text))
 
 
 def image_message(pixels: np.ndarray, header: Header) -> Image:

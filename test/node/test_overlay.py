@@ -8,7 +8,7 @@ from rclpy.serialization import serialize_message
 from std_msgs.msg import Header
 
 from qwen_vl_ros.node import overlay
-from qwen_vl_ros.saliency.picture import kept_picture
+from qwen_vl_ros.saliency.picture import kept_picture, latin
 
 
 def test_banner_and_dropped_units_are_drawn():
@@ -35,7 +35,7 @@ def test_long_answers_and_other_scripts_do_not_break_it():
     ('한국', '??'), ('\ud800', '?'), ('a\0b\x1b[31m', 'a?b?[31m'), ('\u202eabc', '?abc'),
     ('wait…', 'wait...'), ('line\nline', 'line\nline'), ('🤖', '?')])
 def test_what_the_font_does_not_know_is_written_plainly(text, shown):
-    assert overlay.latin(text) == shown
+    assert latin(text) == shown
     overlay.draw(np.zeros((40, 300, 3), np.uint8), text, text, [text])
 
 
