@@ -18,27 +18,40 @@ struct Rows {
 template <int kN>
 constexpr int kActAt = (sizeof(Rows<kN>) + 127) / 128 * 128;
 
-// A piece of a tile that one warp has multiplied. Pieces of a line of steps are cut where a tile or
-// a warp's share ends, so tile + warp tells them apart.
-template <int kN>
-__device__ inline void store_part(float* parts, int piece, float (&acc)[2][4]) {
+// A lane's sums of a tile: of rows g and g + 8.
+//
+// Of a product in halves, c[i] are two chains of instructions as the tensor cores have them, to be
+// added in the end: columns 2t and 2t + 1 of row g, then of row g + 8. Of one in integers, c[i]
+// begins with both rows of sequence t + 4 i.
+using Sums = float[2][4];
+
+// Leaves a piece of a tile that one warp has multiplied, and begins anew. Pieces of a line of steps
+// are cut where a tile or a warp's share ends, so tile + warp tells them apart.
+template <int kForm, int kN>
+__device__ inline void store_part(float* parts, int piece, Sums& c) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  float v[4];
-#pragma unroll
-  for (int k = 0; k < 4; ++k) {
-    v[k] = acc[0][k] + acc[1][k];
-    acc[0][k] = acc[1][k] = 0.f;
-  }
-  if (kN == 1) {
+  float* const to = parts + piece * 16 * kN + g * kN;
+  constexpr int kSecond = 8 * kN;
+  if constexpr (kForm == kFloat && kN > 1) {
+    float2* const pair = reinterpret_cast<float2*>(to) + t;
+    pair[0] = make_float2(c[0][0] + c[1][0], c[0][1] + c[1][1]);
+    pair[kSecond / 2] = make_float2(c[0][2] + c[1][2], c[0][3] + c[1][3]);
+  } else if constexpr (kForm == kFloat) {
     if (t == 0) {
-      parts[piece * 16 + g] = v[0];
-      parts[piece * 16 + 8 + g] = v[2];
+      to[0] = c[0][0] + c[1][0];
+      to[kSecond] = c[0][2] + c[1][2];
     }
   } else {
-    float2* const to = reinterpret_cast<float2*>(parts + piece * 16 * kN + g * kN) + t;
-    to[0] = make_float2(v[0], v[1]);
-    to[8 * kN / 2] = make_float2(v[2], v[3]);
+#pragma unroll
+    for (int i = 0; i < (kN > 1 ? 2 : 1); ++i) {
+      if (kN > 1 || t == 0) {
+        to[t + 4 * i] = c[i][0];
+        to[t + 4 * i + kSecond] = c[i][1];
+      }
+    }
   }
+#pragma unroll
+  for (int k = 0; k < 4; ++k) c[0][k] = c[1][k] = 0.f;
 }
 
 // The warps that have steps of a tile: the first, and the last << 16.

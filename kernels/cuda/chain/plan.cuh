@@ -77,7 +77,7 @@ inline int set_product(const qwen_vl_decode_model& model, const qwen_vl_decode_l
   p->steps = p->row_bytes / kStepRow;
   p->other = static_cast<int64_t>(p->row_bytes) *
              (op == kGateUp ? m.mlp : op == kQkv ? 1 << (m.dim_shift - 1) : 8);
-  p->act_stride = inputs * 2 + kPad;
+  p->act_stride = form == kFloat ? inputs * 2 + kPad : codes_bytes(form, inputs);
   p->groups = inputs / kGroup;
   auto up = [](int bytes) { return (bytes + 127) / 128 * 128; };
   const int most = p->every + (p->over > 0);  // pairs of a block

@@ -14,69 +14,55 @@
 namespace qwen_vl {
 namespace chain {
 
-// Two numbers of a - b, both of them small integers: exact.
-template <class T>
-__device__ inline uint32_t minus(uint32_t a, uint32_t b) {
-  using Two = std::conditional_t<std::is_same<T, __half>::value, __half2, __nv_bfloat162>;
-  const Two d = __hsub2(*reinterpret_cast<const Two*>(&a), *reinterpret_cast<const Two*>(&b));
-  return *reinterpret_cast<const uint32_t*>(&d);
-}
+// Where a lane finds the inputs of its columns, and what else a product in integers needs of them.
+template <int kForm, int kN>
+struct Inputs {
+  static constexpr int kHalves = kN > 1 && kForm != kFloat ? 2 : 1;  // of four sequences each
+  const uint8_t* x[kHalves];
+  const uint8_t* sums[kHalves];
 
-// Adds a step to the sums; two chains of instructions, to be added in the end.
+  // Columns without a sequence repeat one; nobody reads their sums.
+  __device__ Inputs(const Product& p, const uint8_t* act, int inputs, int count) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    if constexpr (kForm == kFloat) {
+      x[0] = sums[0] = act + (kN == 1 ? 0 : min(g, count - 1) * p.act_stride) + t * 16;
+    } else {
+      const uint8_t* const own = act + g % 2 * low_at(kForm, inputs) + t * (step_inputs(kForm) / 4);
+#pragma unroll
+      for (int i = 0; i < kHalves; ++i) {
+        x[i] = own + (kN == 1 ? 0 : min(g / 2 + 4 * i, count - 1) * p.act_stride);
+        sums[i] = act + sums_at(inputs) + (kN == 1 ? 0 : min(t + 4 * i, count - 1) * p.act_stride);
+      }
+    }
+  }
+};
+
+// Adds a step to the sums.
 //
 // slot: the lane's 16 bytes of its first output, those of the second 512 further on; scales: half
-// scale and zero point of the first, those of the second 32 further on; x: the lane's inputs.
-template <class T, int kForm>
-__device__ inline void multiply(float (&c)[2][4], const uint8_t* slot, const uint8_t* scales,
-                                const uint8_t* x) {
+// scale and zero point of the first, those of the second 32 further on.
+template <class T, int kForm, int kN>
+__device__ inline void multiply(Sums& c, const uint8_t* slot, const uint8_t* scales,
+                                const Inputs<kForm, kN>& in, int step, int count) {
   const uint4 low = decode::load16(slot), high = decode::load16(slot + 512);
-  uint4 b[form_chunks(kForm)];
-#pragma unroll
-  for (int i = 0; i < form_chunks(kForm); ++i) b[i] = decode::load16(x + i * 64);
   if constexpr (kForm == kFloat) {
-    Pair<T>::mma(c[0], low.x, high.x, low.y, high.y, b[0].x, b[0].y);
-    Pair<T>::mma(c[1], low.z, high.z, low.w, high.w, b[0].z, b[0].w);
+    const uint4 b = decode::load16(in.x[0] + step * kStepRow);
+    Pair<T>::mma(c[0], low.x, high.x, low.y, high.y, b.x, b.y);
+    Pair<T>::mma(c[1], low.z, high.z, low.w, high.w, b.z, b.w);
   } else {
-    using decode::bytes02;
-    using decode::nibbles;
-    const uint32_t lo[4] = {low.x, low.y, low.z, low.w};
-    const uint32_t hi[4] = {high.x, high.y, high.z, high.w};
-    float own[2][4] = {};
     float2 first = make_float2(0.f, 0.f), second = first;  // scale and zero point
-    uint32_t zero = 0, other = 0;
     if constexpr (grouped(kForm)) {
       first = __half22float2(*reinterpret_cast<const __half2*>(scales));
       second = __half22float2(*reinterpret_cast<const __half2*>(scales + 32));
-      const float bias = kForm == kInt4 ? decode::nibble_bias<T>() : -128.f;
-      zero = Pair<T>::pack(first.y + bias, first.y + bias);
-      other = Pair<T>::pack(second.y + bias, second.y + bias);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (kForm == kInt4) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          Pair<T>::mma(own[h], minus<T>(nibbles<T>(lo[i] >> (8 * h)), zero),
-                       minus<T>(nibbles<T>(hi[i] >> (8 * h)), other),
-                       minus<T>(nibbles<T>(lo[i] >> (8 * h + 4)), zero),
-                       minus<T>(nibbles<T>(hi[i] >> (8 * h + 4)), other), h ? b[i].z : b[i].x,
-                       h ? b[i].w : b[i].y);
-      } else if constexpr (kForm == kInt8) {
-        Pair<T>::mma(c[i % 2], bytes02<T, true>(lo[i]), bytes02<T, true>(hi[i]),
-                     bytes02<T, true>(lo[i] >> 8), bytes02<T, true>(hi[i] >> 8),
-                     i % 2 ? b[i / 2].z : b[i / 2].x, i % 2 ? b[i / 2].w : b[i / 2].y);
-      } else {
-        Pair<T>::mma(own[i % 2], minus<T>(bytes02<T, false>(lo[i]), zero),
-                     minus<T>(bytes02<T, false>(hi[i]), other),
-                     minus<T>(bytes02<T, false>(lo[i] >> 8), zero),
-                     minus<T>(bytes02<T, false>(hi[i] >> 8), other),
-                     i % 2 ? b[i / 2].z : b[i / 2].x, i % 2 ? b[i / 2].w : b[i / 2].y);
-      }
-    }
-    if constexpr (grouped(kForm)) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        c[k / 2][k] += (k < 2 ? first.x : second.x) * (own[0][k] + own[1][k]);
+    for (int i = 0; i < in.kHalves; ++i) {
+      if (i > 0 && count <= 4 * i) break;
+      float both[2] = {c[i][0], c[i][1]};
+      multiply_codes<kForm>(both, low, high, in.x[i] + step * step_inputs(kForm), first, second,
+                            *reinterpret_cast<const float2*>(in.sums[i] + step * 8));
+      c[i][0] = both[0];
+      c[i][1] = both[1];
     }
   }
 }
@@ -158,16 +144,14 @@ __global__ void __launch_bounds__(kThreads, kResident) product(const __grid_cons
   } else if constexpr (kOp == kOut) {
     stage_attention<T, kForm, kN>(p, act, rows.row);
   } else {
-    stage_copy<kN>(p, act);
+    stage_hidden<T, kForm, kN>(p, act);
   }
   __syncthreads();
   if (p.late) let_next_start();
 
-  // Columns without a sequence repeat one; nobody reads their sums.
-  const uint8_t* const inputs = act + (kN == 1 ? 0 : min(g, count - 1) * p.act_stride) + t * 16;
-  constexpr int kStepAct = form_chunks(kForm) * 64;
-  float acc[2][4] = {};
-  if (own == 0) store_part<kN>(parts, tile + warp, acc);
+  const Inputs<kForm, kN> inputs(p, act, p.steps * step_inputs(kForm), count);
+  Sums acc = {};
+  if (own == 0) store_part<kForm, kN>(parts, tile + warp, acc);
   if (own < kSteps) decode::wait_groups<0>();
   // One loop for all steps, which is less code: where nothing is left to be copied, an empty group
   // keeps the count.
@@ -179,8 +163,8 @@ __global__ void __launch_bounds__(kThreads, kResident) product(const __grid_cons
     for (int i = 0; i < piece; ++i, --more) {
       decode::wait_groups<kSteps - 1>();
       if (grouped(kForm)) __syncwarp();
-      multiply<T, kForm>(acc, ring + use, ring + use + 1024 + g * 4 - lane * 16,
-                         inputs + step * kStepAct);
+      multiply<T, kForm, kN>(acc, ring + use, ring + use + 1024 + g * 4 - lane * 16, inputs, step,
+                             count);
       use = use + kSlot == kSteps * kSlot ? 0 : use + kSlot;
       ++step;
       if (grouped(kForm)) __syncwarp();
@@ -190,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, kResident) product(const __grid_cons
         decode::commit();
       }
     }
-    store_part<kN>(parts, tile + warp, acc);
+    store_part<kForm, kN>(parts, tile + warp, acc);
   }
   __syncthreads();
   finish<T, kForm, kOp, kN>(p, parts, spans, rows, extra, first, mine, count);

@@ -2,29 +2,30 @@
 #ifndef QWEN_VL_CHAIN_STAGE_CUH_
 #define QWEN_VL_CHAIN_STAGE_CUH_
 
-#include "types.cuh"
+#include "codes.cuh"
 
 namespace qwen_vl {
 namespace chain {
 
-using decode::pack_chunk;
-using decode::place_chunk;
 using decode::unpack8;
 
-// Where input i of a sequence lies in shared memory, in elements (place_chunk, pack_chunk).
+// Where input i of a sequence lies in memory between gate and up and down, in elements.
 template <int kForm>
 __device__ inline int place_input(int i) {
-  const int e = i & 7;
-  int in = e;
-  if (kForm == kInt4) in = (e & 3) * 2 + e / 4;
-  if (kForm == kInt8 || kForm == kInt8Group) in = e / 4 * 4 + (e & 1) * 2 + (e & 3) / 2;
-  return place_chunk<kForm>(i >> 3) * 8 + in;
+  return kForm == kFloat ? decode::place_chunk<kFloat>(i >> 3) * 8 + (i & 7) : i;
 }
 
-// Stores inputs 8c .. 8c+7 of a sequence.
+// Stores inputs 8c .. 8c+7 of a sequence; all lanes of a warp call it, with neighbouring c.
 template <class T, int kForm>
-__device__ inline void store_chunk(uint8_t* act, int c, const float (&v)[8]) {
-  *reinterpret_cast<uint4*>(act + place_chunk<kForm>(c) * 16) = pack_chunk<T, kForm>(v);
+__device__ inline void store_inputs(uint8_t* row, int inputs, int c, bool real,
+                                    const float (&v)[8]) {
+  if constexpr (kForm == kFloat) {
+    if (real)
+      *reinterpret_cast<uint4*>(row + decode::place_chunk<kFloat>(c) * 16) =
+          decode::pack_chunk<T, kFloat>(v);
+  } else {
+    store_codes<kForm>(row, inputs, c, real, v);
+  }
 }
 
 __device__ inline float squares_of(const float (&v)[8]) {
@@ -105,7 +106,8 @@ struct Norm {
     unpack8<T>(weight[j], n);
 #pragma unroll
     for (int k = 0; k < 8; ++k) n[k] *= v[k] * kStagedScale<T>;
-    store_chunk<T, kForm>(act + row * p.act_stride, c, n);
+    // Widths are multiples of 256: the lanes of a warp have inputs all, or none.
+    store_inputs<T, kForm>(act + row * p.act_stride, p.m.width, c, true, n);
     return squares_of(v);
   }
 };
@@ -165,28 +167,41 @@ __device__ inline void stage_attention(const Product& p, uint8_t* act,
       v[k] *= keep;
       v[k] = (v[k] + __shfl_xor_sync(0xffffffffu, v[k], 16)) * one;
     }
-    store_chunk<T, kForm>(act + row * p.act_stride, c, v);
+    store_inputs<T, kForm>(act + row * p.act_stride, per * 8, c, true, v);
   }
 }
 
-// The products of gate and up, which lie in memory as they shall in shared memory.
-template <int kN>
-__device__ inline void stage_copy(const Product& p, uint8_t* act) {
+// The products of gate and up: as codes, or as they lie in memory, which is how they shall lie in
+// shared memory.
+template <class T, int kForm, int kN>
+__device__ inline void stage_hidden(const Product& p, uint8_t* act) {
   const int per = p.m.mlp / 8, count = kN == 1 ? 1 : p.m.count;
-  if constexpr (kN == 1) {
+  if constexpr (kN == 1 || kForm != kFloat) {
     // Not by asynchronous copies, which would be waited for with those of weights.
-    constexpr int kAtOnce = 5;
-    const uint4* from = static_cast<const uint4*>(p.m.act);
+    constexpr int kAtOnce = kForm == kFloat ? 5 : 3;
+    for (int row = 0; row < count; ++row) {
+      const uint4* from = static_cast<const uint4*>(p.m.act) + static_cast<int64_t>(row) * per;
+      uint8_t* const to = act + row * p.act_stride;
 #pragma unroll 1
-    for (int first = threadIdx.x; first < per; first += kAtOnce * kThreads) {
-      uint4 raw[kAtOnce];
+      for (int first = threadIdx.x; first - threadIdx.x % 32 < per; first += kAtOnce * kThreads) {
+        uint4 raw[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        if (first + i * kThreads < per) raw[i] = __ldcg(from + first + i * kThreads);
+        for (int i = 0; i < kAtOnce; ++i) {
+          raw[i] = make_uint4(0, 0, 0, 0);
+          if (first + i * kThreads < per) raw[i] = __ldcg(from + first + i * kThreads);
+        }
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        if (first + i * kThreads < per)
-          *reinterpret_cast<uint4*>(act + (first + i * kThreads) * 16) = raw[i];
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int c = first + i * kThreads;
+          if constexpr (kForm == kFloat) {
+            if (c < per) *reinterpret_cast<uint4*>(to + c * 16) = raw[i];
+          } else {
+            float v[8];
+            unpack8<T>(raw[i], v);
+            store_codes<kForm>(to, p.m.mlp, c, c < per, v);
+          }
+        }
+      }
     }
   } else {
     for (int row = 0; row < count; ++row) {

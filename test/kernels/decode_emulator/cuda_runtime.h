@@ -34,6 +34,7 @@ struct uint2 { uint32_t x, y; };
 struct uint4 { uint32_t x, y, z, w; };
 struct float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -175,6 +176,24 @@ inline float __uint_as_float(uint32_t v) {
   float f;
   std::memcpy(&f, &v, 4);
   return f;
+}
+inline uint32_t __float_as_uint(float f) {
+  uint32_t v;
+  std::memcpy(&v, &f, 4);
+  return v;
+}
+inline float __frcp_rn(float v) { return 1.f / v; }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which) {
+  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i)
+    result |= static_cast<uint32_t>(both >> (which >> (4 * i) & 7) * 8 & 0xff) << (8 * i);
+  return result;
+}
+inline int __dp4a(int a, int b, int c) {
+  for (int i = 0; i < 4; ++i)
+    c += static_cast<int8_t>(a >> (8 * i)) * static_cast<int8_t>(b >> (8 * i));
+  return c;
 }
 inline int __float2int_rn(float v) { return static_cast<int>(std::nearbyint(v)); }
 inline float __expf(float v) { return std::exp(v); }
