@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qwen_vl_ros.engine.config import ModelConfig
-from qwen_vl_ros.engine.costs import attention_flops, causal_pairs, decoder_cost, encode_cost
+from qwen_vl_ros.engine.costs import decoder_cost, encode_cost
 from qwen_vl_ros.roboscene.geometry import GRID_H, GRID_W, UNITS
+from qwen_vl_ros.saliency import costs
 from qwen_vl_ros.saliency.head import SaliencyHead
 
-#: Operations a sample (seven by seven a unit, three channels) of the signals on the CPU: shrinking
-#: sixteen pixels, two 3x3 Sobel filters, magnitude, medians.
-SIGNAL_OPS = 80
+#: Signals on the host of the methods that have some.
+SIGNALS = {'gradient': 1, 'colour': 1, 'contrast': 1, 'saliency': 2, 'threshold': 1, 'motion': 1,
+           'next_frame': 3, 'next_head': 1}
+#: Methods that ask the light head.
+ASK_HEAD = ('head', 'window', 'roi', 'next_head', 'head_after')
 
 
 def encoder(config: ModelConfig, kept: Sequence[int]) -> int:
     """Encoder over ``kept`` units of each slice."""
-    features = 588 if len(kept) == 1 else 1176
-    return encode_cost(config.vision, features, [4 * n for n in kept], 0, 2)['flops']
+    return encode_cost(config.vision, _features(kept), [4 * n for n in kept], 0, 2)['flops']
 
 
 def prefill(config: ModelConfig, visual: int, text: int, first: int = 0) -> int:
@@ -28,23 +30,10 @@ def prefill(config: ModelConfig, visual: int, text: int, first: int = 0) -> int:
     return (whole - head) * (layers - first) // layers + head
 
 
-def backward(config: ModelConfig, visual: int, text: int, layers: int) -> int:
-    """
-    Gradient through the first ``layers`` decoder layers with respect to their input.
-
-    Without gradients of weights a matrix product costs once more what it cost forward; attention
-    with recomputed scores costs two and a half times as much.
-    """
-    n = visual + text
-    forward = prefill(config, visual, text) - 2 * config.language.vocab * config.language.width
-    attention = config.language.layers * attention_flops(
-        causal_pairs(n, 0), config.language.width)
-    return round((forward + 1.5 * attention) * layers / config.language.layers)
-
-
-def signals(units: int) -> int:
-    """Edges and contrast of one picture on the CPU."""
-    return units * 49 * 3 * SIGNAL_OPS
+def gradient(config: ModelConfig, visual: int, text: int, layers: int = 0) -> int:
+    """Grad-CAM of the first answer position through ``layers`` of the decoder (0: all)."""
+    return costs.gradient(config.language, visual + text,
+                          layers or config.language.layers)['flops']
 
 
 def question(config: ModelConfig, head: SaliencyHead, method: str, kept: int, text: int) -> int:
@@ -54,33 +43,43 @@ def question(config: ModelConfig, head: SaliencyHead, method: str, kept: int, te
     :param kept: units that the decoder sees.
     :param text: tokens around the picture, the question's included.
     """
-    layers = config.language.layers
-    pruned = encoder(config, [kept]) + prefill(config, kept, text)
-    whole = encoder(config, [UNITS])
-    scoring = {
-        'head': head.flops(GRID_H, GRID_W, text), 'window': head.flops(GRID_H, GRID_W, text),
-        'roi': head.flops(GRID_H, GRID_W, text), 'gradient': signals(UNITS),
-        'colour': signals(UNITS),
-        'contrast': signals(UNITS), 'saliency': signals(UNITS), 'threshold': signals(UNITS),
-        'motion': signals(UNITS),
-        # One row of attention a unit, in one block.
-        'entropy': 4 * UNITS * 4 * kept * config.vision.width,
-        # Every second answer is reflected on.
-        'next_frame': signals(UNITS) + backward(config, kept, text, layers) // 2,
-        'next_head': (signals(UNITS) + head.flops(GRID_H, GRID_W, text)
-                      + backward(config, kept, text, layers) // 2),
-        'grad_cam': (whole + prefill(config, UNITS, text)
-                     + backward(config, UNITS, text, layers))}
-    if method == 'head_after':
-        return whole + head.flops(GRID_H, GRID_W, text) + prefill(config, kept, text)
-    if method in ('divprune', 'dart'):
-        width = config.language.width
-        pairs = UNITS * UNITS if method == 'divprune' else UNITS * 8
-        return whole + 2 * pairs * width + prefill(config, kept, text)
+    return scoring(config, head, method, kept, text) + answering(config, method, kept, text)
+
+
+def scoring(config: ModelConfig, head: SaliencyHead, method: str, kept: int, text: int) -> int:
+    """
+    What a method spends on choosing; :func:`question` has the parameters.
+
+    A gradient for the next frame is taken after every second answer, the encoder's pass for its
+    attention after every one: that is how these rows are measured.
+    """
+    spent = costs.signal(UNITS * SIGNALS.get(method, 0))['flops']
+    if method in ASK_HEAD:
+        spent += costs.head(head, 1, GRID_H, GRID_W, text)['flops']
+    if method == 'entropy':
+        spent += costs.entropy(config.vision, _features([kept]), [4 * kept])['flops']
+    if method in ('next_frame', 'next_head'):
+        spent += gradient(config, kept, text) // 2
+    if method == 'grad_cam':
+        spent += encoder(config, [UNITS]) + gradient(config, UNITS, text)
+    if method == 'grad_cam_2':
+        spent += gradient(config, UNITS, text, 2)
+    if method == 'divprune':
+        spent += costs.divprune(UNITS, config.language.width, kept)['flops']
+    if method == 'dart':
+        spent += costs.dart(UNITS, config.language.width)['flops']
+    return spent
+
+
+def answering(config: ModelConfig, method: str, kept: int, text: int) -> int:
+    """What encoder and decoder do besides; FastV drops within its pass through the decoder."""
     if method == 'fastv':
         early = prefill(config, UNITS, text) - prefill(config, UNITS, text, 2)
-        return whole + early + prefill(config, kept, text, 2)
-    if method == 'grad_cam_2':
-        early = prefill(config, UNITS, text) - prefill(config, UNITS, text, 2)
-        return (whole + early + backward(config, UNITS, text, 2) + prefill(config, kept, text))
-    return pruned + scoring.get(method, 0)
+        return encoder(config, [UNITS]) + early + prefill(config, kept, text, 2)
+    after = method in ('head_after', 'divprune', 'dart', 'grad_cam_2')
+    return encoder(config, [UNITS if after else kept]) + prefill(config, kept, text)
+
+
+def _features(kept: Sequence[int]) -> int:
+    """Return the bytes of a patch: both frames of a still are the same and folded into one."""
+    return 588 if len(kept) == 1 else 1176

@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import mean, median
+from typing import TYPE_CHECKING
 
 from qwen_vl_ros.cli.common import (
     CliError,
@@ -16,6 +18,9 @@ from qwen_vl_ros.cli.common import (
     model_dict,
 )
 
+if TYPE_CHECKING:
+    from qwen_vl_ros.roboscene.evaluate import Score
+
 DESCRIPTION = '''\
 Score a model on RoboScene-VQA: rendered robot scenes, eight families of questions, exact match.
 
@@ -24,6 +29,13 @@ Families: attribute (colour or shape), count, relation (left, right, nearer, beh
 (what moved between two slices). Splits: test (new scenes), heldout (pairs of colour and shape
 that training never showed), shift (other cameras and textures). The same seed gives the same
 items on every machine.
+
+GFLOP is the mean of a question: encoder, decoder and what choosing the units took ("scoring": the
+head's net, signals, a dropper's work; of selectors that use the last frame also the gradient or
+the encoder's pass behind every second answer). ms is the median of a question on the wall clock,
+one at a time, from the request to the end of its answer, and "select" what of it went into
+choosing; a gradient that a robot takes while nobody waits is not in it and stands at the end of
+the line. The first questions of a shape, which capture graphs on a GPU, are counted like others.
 
 The answers are those of the shipped tiny model's vocabulary: another checkpoint is scored fairly
 only when it was trained to answer in these words. Answers are greedy, of at most 32 tokens. The
@@ -90,9 +102,9 @@ def run(args: argparse.Namespace) -> int:
           f'{args.items} items a family, floor {args.floor}, keep {args.keep_ratio:g}'
           + (f' by {args.select}' if args.keep_ratio < 1 else ''), file=out)
     print(f"{'family':<10} {'accuracy':>8}  {'95 % interval':<15} {'chance':>6} {'tokens':>6} "
-          f"{'recall':>6} {'GFLOP':>6}",
+          f"{'recall':>6} {'GFLOP':>6} {'scoring':>7} {'ms':>7} {'select':>7}",
           file=out)
-    records = []
+    records, scores = [], []
     with tqdm(total=args.items * len(families), unit='item', leave=False, file=sys.stderr,
               disable=not sys.stderr.isatty()) as bar:
         for score in evaluate(
@@ -104,12 +116,13 @@ def run(args: argparse.Namespace) -> int:
             bar.clear()
             print(f'{score.family:<10} {score.accuracy:>8.3f}  {low:.3f} to {high:.3f}  '
                   f'{score.chance:>6.3f} {score.kept:>6.0f} {score.recall:>6.2f} '
-                  f'{score.gflops:>6.1f}'
+                  f'{_spent([score])}'
                   + (f'  {score.again} asked again' if score.again else ''),
                   file=out, flush=True)
             if args.wrong:
                 for question, expected, said in score.wrong:
                     print(f'    {question} {expected} -- said {said}', file=out)
+            scores.append(score)
             records.append(record(
                 'eval', {'model': info['name'], 'dtype': info['dtype'], 'keep': args.keep_ratio,
                          'family': score.family, 'split': args.split, 'floor': args.floor,
@@ -117,9 +130,11 @@ def run(args: argparse.Namespace) -> int:
                          'select': args.select if args.keep_ratio < 1 else 'all'},
                 'accuracy', score.accuracy, 'share', runs=score.count, interval=[low, high],
                 chance=score.chance, kept_tokens=score.kept, evidence_recall=score.recall,
-                gflops=score.gflops, asked_again=score.again))
-    mean = sum(r['value'] for r in records) / len(records)
-    print(f"{'mean':<10} {mean:>8.3f}", file=out)
+                gflops=score.gflops, gflops_scoring=score.scoring, asked_again=score.again,
+                ms_median=median(score.ms), ms_select_median=median(score.select_ms),
+                ms_reflect_median=median(score.reflect_ms) if score.reflect_ms else None))
+    whole = mean(r['value'] for r in records)
+    print(f"{'mean':<10} {whole:>8.3f}{'':39} {_spent(scores)}", file=out)
     if args.json == '-':
         print(json.dumps(records, indent=2))
     elif args.json:
@@ -128,6 +143,16 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             raise CliError(f'cannot write {args.json}: {error.strerror}') from error
     return 0
+
+
+def _spent(scores: list[Score]) -> str:
+    """Return mean GFLOP and what of it is scoring, median ms and what of it is choosing."""
+    aside = [ms for score in scores for ms in score.reflect_ms]
+    return (f'{mean(score.gflops for score in scores):>6.1f} '
+            f'{mean(score.scoring for score in scores):>7.3f} '
+            f'{median(ms for score in scores for ms in score.ms):>7.1f} '
+            f'{median(ms for score in scores for ms in score.select_ms):>7.2f}'
+            + (f'  {median(aside):.1f} ms after the answer before' if aside else ''))
 
 
 def _check_renderer() -> None:

@@ -14,6 +14,9 @@ from typing import Any
 STAGES = ('image_age', 'queue', 'decode_message', 'patches', 'upload', 'select', 'encode',
           'prefill', 'first_token', 'admit', 'token', 'publish')
 
+#: The innermost stage that is open on each thread.
+_OPEN = threading.local()
+
 
 @dataclass
 class Span:
@@ -46,6 +49,19 @@ class Span:
         return (self.end_ns - self.start_ns) / 1e6
 
 
+def spend(flops: int = 0, bytes_read: int = 0, bytes_written: int = 0) -> None:
+    """
+    Add work to the innermost :meth:`Timeline.stage` that is open on this thread; else do nothing.
+
+    For what does not know whose stage it works in: a selector's signals, a dropper.
+    """
+    span: Span | None = getattr(_OPEN, 'span', None)
+    if span is not None:
+        span.flops += flops
+        span.bytes_read += bytes_read
+        span.bytes_written += bytes_written
+
+
 class Timeline:
     """
     Collects spans of one request; cheap enough to be always on.
@@ -63,16 +79,18 @@ class Timeline:
     @contextmanager
     def stage(self, name: str, **cost: Any) -> Iterator[Span]:
         """
-        Time a block on the host clock.
+        Time a block on the host clock; what it calls may :func:`spend`.
 
         :param name: one of :data:`STAGES`.
         :param cost: ``stream``, ``bytes_read``, ``bytes_written``, ``flops``; the yielded span
             may also be filled in later.
         """
         span = Span(name, time.monotonic_ns(), 0, **cost)
+        around, _OPEN.span = getattr(_OPEN, 'span', None), span
         try:
             yield span
         finally:
+            _OPEN.span = around
             span.end_ns = time.monotonic_ns()
             self._spans.append(span)
 

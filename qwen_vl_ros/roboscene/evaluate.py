@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 import numpy as np
 
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.types import Answer, Done, Request, Visual
 from qwen_vl_ros.frame import Frame
+from qwen_vl_ros.measure.timeline import Span, Timeline
 from qwen_vl_ros.roboscene.geometry import GRID_H, GRID_W, HEIGHT, UNITS, WIDTH
 from qwen_vl_ros.roboscene.items import Item, items, mix, move
 from qwen_vl_ros.roboscene.render import render
@@ -37,7 +39,11 @@ class Score:
     :param kept: vision tokens that the language model saw, mean of all items.
     :param recall: share of the evidence units of the newest slice that were kept, mean of the
         items that have some.
-    :param gflops: of encoder and decoder, mean of all items.
+    :param gflops: of selector, encoder and decoder, mean of all items.
+    :param scoring: of these, what choosing the units took.
+    :param ms: of each question on the wall clock, from the request to the end of its answer.
+    :param select_ms: of these, what choosing took.
+    :param reflect_ms: what the selector did after the answer before, while nobody waits.
     :param again: items that were asked about again with the full frame.
     :param wrong: up to twenty (question, expected, said).
     """
@@ -51,7 +57,11 @@ class Score:
     kept: float = 0.0
     recall: float = 1.0
     gflops: float = 0.0
+    scoring: float = 0.0
     again: int = 0
+    ms: list[float] = field(default_factory=list)
+    select_ms: list[float] = field(default_factory=list)
+    reflect_ms: list[float] = field(default_factory=list)
     wrong: list[tuple[str, str, str]] = field(default_factory=list)
 
     @property
@@ -158,7 +168,8 @@ def evaluate(engine: Engine, families: Iterable[str], *, split: str = 'test', co
     Score the engine, family by family.
 
     An engine whose selector uses the last frame (it has ``observe``) is asked about the moment
-    before each item first.
+    before each item first. What it works out from that answer (``reflect``) is timed apart, as a
+    robot does it while nobody waits; its FLOPs count by the share of answers that it is done for.
 
     :param count: items a family; the items of a shorter run come first in a longer one.
     :param floor: one of :data:`FLOORS`.
@@ -177,7 +188,7 @@ def evaluate(engine: Engine, families: Iterable[str], *, split: str = 'test', co
     for family in families:
         drawn = list(items(family, split, count, seed))
         score = Score(family, split, floor, chance=chance(family, drawn))
-        kept = flops = 0.0
+        kept = flops = scoring = 0.0
         recall: list[float] = []
         for index, item in enumerate(drawn):
             frames = frames_of(drawn[index - 1] if floor == 'shuffled' else item)
@@ -191,9 +202,15 @@ def evaluate(engine: Engine, families: Iterable[str], *, split: str = 'test', co
                 # Items are different rooms: nothing of the last one may be remembered.
                 engine.options.selector.forget()  # type: ignore[attr-defined]
                 say(engine, replace(request, visuals=(Visual(frames_of(earlier(item))),)))
+                aside = _reflected(engine.options.selector)
+                score.reflect_ms.append(aside.ms)
+                scoring += aside.flops / getattr(engine.options.selector, 'every', 1)
             got = say(engine, request, fewer)
             kept += got.vision_tokens_kept
-            flops += sum(span.flops for span in got.timeline.spans)
+            scoring += sum(span.flops for span in got.timeline.spans if span.name == 'select')
+            flops += sum(span.flops for span in got.timeline.spans if span.name != 'select')
+            score.ms.append(got.timeline.total_ms())
+            score.select_ms.append(got.timeline.ms('select'))
             recall += _recall(item, got.kept_units[0])
             score.count += 1
             score.again += FULL_FRAME in got.approximate
@@ -203,9 +220,18 @@ def evaluate(engine: Engine, families: Iterable[str], *, split: str = 'test', co
                 score.wrong.append((item.question.text, item.question.answer, got.text))
             on_item()
         score.kept = kept / max(1, score.count)
-        score.gflops = flops / max(1, score.count) / 1e9
+        score.gflops = (flops + scoring) / max(1, score.count) / 1e9
+        score.scoring = scoring / max(1, score.count) / 1e9
         score.recall = sum(recall) / len(recall) if recall else 1.0
         yield score
+
+
+def _reflected(selector: Any) -> Span:
+    """Let a selector work out what it will need of the last answer; return what that took."""
+    with Timeline().stage('select') as span:
+        if hasattr(selector, 'reflect'):
+            selector.reflect()
+    return span
 
 
 def _recall(item: Item, kept: np.ndarray) -> list[float]:

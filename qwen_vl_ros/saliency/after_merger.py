@@ -24,7 +24,8 @@ from qwen_vl_ros.engine.request import check_request
 from qwen_vl_ros.engine.running import plan_visuals
 from qwen_vl_ros.engine.stages import DeviceClock
 from qwen_vl_ros.engine.types import Request, Visual
-from qwen_vl_ros.measure.timeline import Timeline
+from qwen_vl_ros.measure.timeline import Timeline, spend
+from qwen_vl_ros.saliency import costs
 from qwen_vl_ros.saliency.droppers import dart, divprune, fastv, last_row_attention
 from qwen_vl_ros.saliency.grad_cam import run_layers
 from qwen_vl_ros.saliency.region import with_region
@@ -91,18 +92,24 @@ def _chosen(engine: Engine, prompt: Prompt, features: list[Placed], index: int,
 
 def _divprune(engine: Engine, prompt: Prompt, features: list[Placed], index: int, count: int,
               always: Tensor | None) -> np.ndarray:
-    return np.asarray(divprune(features[index][1], count, always))
+    merged = features[index][1]
+    spend(**costs.divprune(merged.shape[0], merged.shape[1], count))
+    return np.asarray(divprune(merged, count, always))
 
 
 def _dart(engine: Engine, prompt: Prompt, features: list[Placed], index: int, count: int,
           always: Tensor | None) -> np.ndarray:
-    return np.asarray(dart(features[index][1], count, always=always))
+    merged = features[index][1]
+    spend(**costs.dart(merged.shape[0], merged.shape[1]))
+    return np.asarray(dart(merged, count, always=always))
 
 
 @torch.inference_mode()
 def _fastv(engine: Engine, prompt: Prompt, features: list[Placed], index: int, count: int,
            always: Tensor | None) -> np.ndarray:
     language = engine.model.language
+    spend(**costs.fastv(language.config, prompt.ids.size, FASTV_LAYER,
+                        engine.model.read_bytes[1]))
     positions = torch.from_numpy(prompt.positions).to(language.device)
     x = run_layers(language, engine.model.embed(prompt, 0, features), positions, FASTV_LAYER)
     layer, cfg = language.layers[FASTV_LAYER], language.config

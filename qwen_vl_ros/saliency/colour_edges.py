@@ -14,6 +14,8 @@ import cv2
 import numpy as np
 
 from qwen_vl_ros.frame import Frame
+from qwen_vl_ros.measure.timeline import spend
+from qwen_vl_ros.saliency import costs
 from qwen_vl_ros.saliency.samples import SAMPLES, rgb_samples
 
 #: Weight of brightness beside the two opponent colours.
@@ -29,6 +31,7 @@ def colour_edges(frames: Sequence[Frame], rows: int, columns: int) -> np.ndarray
     :param frames: one for each temporal slice (the newest of the slice's pair).
     :return: float32 [T, rows, columns], levels a sample; of the channel with the strongest edge.
     """
+    spend(**costs.signal_of(frames, rows, columns))
     maps = []
     for frame in frames:
         rgb = rgb_samples(frame, rows, columns).astype(np.float32)

@@ -21,6 +21,8 @@ from qwen_vl_ros.engine.layers import activate, rms_norm, rotate
 from qwen_vl_ros.engine.model import Placed
 from qwen_vl_ros.engine.prompt import Prompt
 from qwen_vl_ros.engine.types import Request
+from qwen_vl_ros.measure.timeline import spend
+from qwen_vl_ros.saliency import costs
 
 #: Question whose map is divided out: what any question looks at (sinks, borders).
 GENERIC = 'Describe the scene.'
@@ -106,6 +108,8 @@ def token_maps(engine: Engine, prompt: Prompt, features: Sequence[Placed], depth
     :param answer: token ids of the answer; empty takes the margin of the first position.
     """
     language = engine.model.language
+    spend(**costs.gradient(language.config, prompt.ids.size + len(answer[:-1]), depth,
+                           max(1, len(answer)), engine.model.read_bytes[1]))
     ids = np.concatenate([prompt.ids, np.asarray(answer[:-1], prompt.ids.dtype)])
     extra = np.arange(len(answer[:-1])) + prompt.next_position
     positions = np.concatenate([prompt.positions, np.tile(extra, (3, 1))], axis=1)

@@ -8,6 +8,8 @@ import cv2
 import numpy as np
 
 from qwen_vl_ros.frame import Frame
+from qwen_vl_ros.measure.timeline import spend
+from qwen_vl_ros.saliency import costs
 from qwen_vl_ros.saliency.samples import per_unit, unit_samples
 
 
@@ -21,6 +23,7 @@ def gradient_magnitude(frames: Sequence[Frame], rows: int, columns: int) -> np.n
     :param frames: one for each temporal slice (the newest of the slice's pair).
     :return: float32 [T, rows, columns], levels a sample; of the channel with the strongest edge.
     """
+    spend(**costs.signal_of(frames, rows, columns))
     maps = []
     for frame in frames:
         small = unit_samples(frame, rows, columns)
@@ -42,6 +45,7 @@ def contrast(frames: Sequence[Frame], rows: int, columns: int) -> np.ndarray:
     :param frames: one for each temporal slice.
     :return: float32 [T, rows, columns], colour levels.
     """
+    spend(**costs.signal_of(frames, rows, columns))
     maps = []
     for frame in frames:
         small = unit_samples(frame, rows, columns, 4)

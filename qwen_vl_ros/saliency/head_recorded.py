@@ -246,12 +246,16 @@ class RecordedHead:
                 np.copyto(row[at:at + size].reshape(plane.shape), plane)
                 at += size
         with torch.cuda.stream(self._stream):
-            if question != self._asked:
+            if not self.knows(question):
                 self._ask(question)
             self._scoring.replay()
             self._done.record()
         self._done.synchronize()
         return self._scores.numpy().copy()
+
+    def knows(self, question: Sequence[int]) -> bool:
+        """Tell whether the weights are folded for a question."""
+        return question == self._asked
 
     def _ask(self, question: Sequence[int]) -> None:
         self._asked = None

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from qwen_vl_ros.frame import Frame
+from qwen_vl_ros.measure.timeline import spend
+from qwen_vl_ros.saliency import costs
 from qwen_vl_ros.saliency.head import SaliencyHead, channels
 from qwen_vl_ros.saliency.head_int8 import Int8Head, available
 from qwen_vl_ros.saliency.head_recorded import RecordedHead, Source, held_against
@@ -123,6 +125,9 @@ class HeadSignal:
             ids = self._ids(question)
             if device.type == 'cuda':
                 return self._on_gpu(frames, rows, columns, ids)
+            known = question in self._words
+            spend(**costs.head(self.head, len(frames), rows, columns, 0 if known else len(ids),
+                               costs.frame_bytes(frames)))
             samples = np.stack([rgb_samples(f, rows, columns) for f in frames])
             newest = torch.from_numpy(samples).permute(0, 3, 1, 2)
             given = channels(newest, held_against(newest)).to(self._dtype)
@@ -145,7 +150,10 @@ class HeadSignal:
                 self.graphs[key] = RecordedHead(
                     self.head, self._engine.model.language.embed, *key)
         self.graphs.move_to_end(key)
-        return self.graphs[key].run(frames, ids)
+        net = self.graphs[key]
+        spend(**costs.head(self.head, *key[:3], 0 if net.knows(ids) else len(ids),
+                           costs.frame_bytes(frames)))
+        return net.run(frames, ids)
 
     def _ids(self, question: str) -> list[int]:
         """Return a question's tokens; those of the questions asked last are kept."""

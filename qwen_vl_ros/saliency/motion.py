@@ -8,6 +8,8 @@ import cv2
 import numpy as np
 
 from qwen_vl_ros.frame import Frame
+from qwen_vl_ros.measure.timeline import spend
+from qwen_vl_ros.saliency import costs
 from qwen_vl_ros.saliency.samples import SAMPLES, per_unit, unit_samples
 
 #: A shift under this many units is noise of the estimate.
@@ -42,6 +44,7 @@ class MotionSignal:
         :param frames: one for each temporal slice, oldest first.
         :return: float32 [T, rows, columns].
         """
+        spend(**costs.signal_of(frames, rows, columns))
         maps, reference = [], self._seen
         for frame in frames:
             small = unit_samples(frame, rows, columns)

@@ -11,7 +11,8 @@ from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.model import Placed
 from qwen_vl_ros.engine.patches import extract_patches
 from qwen_vl_ros.engine.prompt import Prompt, Turn, VisualToken
-from qwen_vl_ros.saliency import grad_cam
+from qwen_vl_ros.measure.timeline import spend
+from qwen_vl_ros.saliency import costs, grad_cam
 from qwen_vl_ros.saliency.attention_entropy import EntropyProbe
 
 
@@ -73,6 +74,8 @@ def focus_of(engine: Engine, visual: VisualToken) -> np.ndarray:
     vision = engine.model.vision
     patches = torch.from_numpy(extract_patches(visual.frames, visual.grid))
     units = None if visual.units is None else torch.from_numpy(visual.units)
+    segments = 4 * visual.slice_maps.sum((1, 2))
+    spend(**costs.entropy(vision.config, patches.shape[1], segments.tolist(), vision.weight_bytes))
     probe = EntropyProbe(vision.config.depth)
     with torch.inference_mode():
         vision.encode(patches.to(vision.device), visual.grid, units, probe)
