@@ -7,7 +7,7 @@ from typing import Any
 
 from builtin_interfaces.msg import Duration
 from qwen_vl_msgs.action import AnswerQuestion
-from qwen_vl_msgs.msg import Answer, AnswerChunk, InferenceMetrics, ModelInfo
+from qwen_vl_msgs.msg import Answer, AnswerChunk, InferenceMetrics, ModelInfo, StageCost
 from qwen_vl_msgs.srv import Ask
 from std_msgs.msg import Header
 
@@ -15,6 +15,7 @@ from qwen_vl_ros.engine import types
 from qwen_vl_ros.engine.constrain import is_json
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.frame import Frame
+from qwen_vl_ros.measure.timeline import STAGES as TIMELINE_STAGES
 from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.node.parameters import MAX_DEADLINE_S, Settings
 from qwen_vl_ros.node.requests import Job, Outcome, Question, Queued
@@ -24,6 +25,9 @@ STAGES = {
     'prefill': AnswerQuestion.Feedback.PREFILL,
     'decode': AnswerQuestion.Feedback.DECODE,
 }
+
+#: Places of the timeline's stages in an answer.
+STAGE_ORDER = {name: place for place, name in enumerate(TIMELINE_STAGES)}
 
 
 def seconds(duration: Duration) -> float:
@@ -149,7 +153,20 @@ def metrics_message(answer: types.Answer, peak_gb_s: float = math.nan) -> Infere
         vision_tokens_in=answer.vision_tokens_in, vision_tokens_kept=answer.vision_tokens_kept,
         prompt_tokens=answer.prompt_tokens, output_tokens=len(answer.token_ids),
         decode_tokens_per_s=rate, decode_bandwidth_gb_s=bandwidth,
-        bandwidth_utilization=bandwidth / peak_gb_s)
+        bandwidth_utilization=bandwidth / peak_gb_s, stages=stage_messages(line))
+
+
+def stage_messages(line: Timeline) -> list[StageCost]:
+    """Return what each stage of a timeline took, moved and computed, in the order of stages."""
+    found: dict[str, StageCost] = {}
+    for span in line.spans:
+        cost = found.setdefault(span.name, StageCost(name=span.name))
+        cost.time += span.ms
+        cost.calls += 1
+        cost.bytes_read += int(span.bytes_read)
+        cost.bytes_written += int(span.bytes_written)
+        cost.flops += int(span.flops)
+    return sorted(found.values(), key=lambda cost: STAGE_ORDER.get(cost.name, len(STAGE_ORDER)))
 
 
 def decode_rates(line: Timeline) -> tuple[float, float]:

@@ -12,7 +12,7 @@ import numpy as np
 FONT = cv2.FONT_HERSHEY_SIMPLEX
 
 #: Of a sheet: most pixels that a picture is wide, and those of the line above it.
-TILE, LINE = 480, 24
+TILE, LINE = 960, 24
 
 
 def latin(text: str) -> str:

@@ -196,6 +196,10 @@ def test_topic_question_and_everything_that_is_published(node, client):
     assert [chunk.seq_no for chunk in chunks] == list(range(5))
     assert {chunk.question_id for chunk in chunks} == {answers[0].question_id}
     assert metrics[0].output_tokens == 4
+    assert [(s.name, s.calls) for s in metrics[0].stages if s.name != 'image_age'] == [
+        ('queue', 1), ('decode_message', 1), ('encode', 1), ('prefill', 1), ('first_token', 1),
+        ('token', 3)]
+    assert metrics[0].stages[-1].bytes_read == 3000
     publisher.publish(String(data='code=NUMERICAL'))
     wait_for(lambda: len(answers) == 2)
     assert answers[1].finish_reason == 'numerical' and answers[1].text == ''
