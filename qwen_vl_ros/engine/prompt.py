@@ -124,6 +124,12 @@ class Prompt:
 Said = tuple[tuple[bool, ...], str, str | None]
 
 
+def said(turns: Sequence[Turn]) -> tuple[Said, ...]:
+    """Return what of a conversation its tokens depend on."""
+    return tuple((tuple(v.clip for v in turn.visuals), turn.question, turn.answer)
+                 for turn in turns)
+
+
 class PromptBuilder:
     """
     Renders conversations.
@@ -167,10 +173,13 @@ class PromptBuilder:
         :param turns: oldest first.
         :param system_prompt: ``None`` leaves the template's own.
         """
-        said = tuple(
-            (tuple(v.clip for v in turn.visuals), turn.question, turn.answer) for turn in turns)
         return self.expand(
-            self._tokens(said, system_prompt), [v for turn in turns for v in turn.visuals])
+            self._tokens(said(turns), system_prompt), [v for turn in turns for v in turn.visuals])
+
+    def count(self, turns: Sequence[Turn], system_prompt: str | None) -> int:
+        """Return the tokens that :meth:`build` gives; the visuals' keys may still be unknown."""
+        kept = [v.kept for turn in turns for v in turn.visuals]
+        return len(self._tokens(said(turns), system_prompt)) - len(kept) + sum(kept)
 
     def _render(self, turns: tuple[Said, ...], system_prompt: str | None) -> tuple[int, ...]:
         """Return the tokens of a conversation with one placeholder a visual."""

@@ -114,7 +114,7 @@ class Running:
 
         :return: the first visual where it can be encoded before all is planned: in one part, and
             nothing that looks like it is remembered.
-        :raises EngineError: BAD_REQUEST or BAD_SCHEMA.
+        :raises EngineError: BAD_REQUEST, BAD_SCHEMA, PROMPT_TOO_LONG.
         """
         shared, request = self._shared, self.request
         with self.timeline.stage('select'):
@@ -124,6 +124,7 @@ class Running:
             self._laid = tuple(
                 lay_out(v, request, shared.options.selector, limits,
                         shared.model.config.vision.factor) for v in request.visuals)
+            self._check_length()
             for visual in self._laid[:1]:
                 if len(parts_of(visual, self.micro_batch)) == 1 and self.micro_batch >= 1 and (
                         not shared.features.may_hold(visual.glance)):
@@ -131,11 +132,7 @@ class Running:
         return None
 
     def plan(self) -> None:
-        """
-        Lay out the prompt, after :meth:`lay_out`.
-
-        :raises EngineError: PROMPT_TOO_LONG.
-        """
+        """Lay out the prompt, after :meth:`lay_out`."""
         with self.timeline.stage('select'):
             self.visuals = tuple(
                 banded(named(token, visual.variant), self.micro_batch)
@@ -156,26 +153,27 @@ class Running:
                 return True
         return False
 
-    def _fit(self, turn: Turn) -> tuple[tuple[Turn, ...], Prompt]:
-        """
-        Return the turns to show and their prompt; old turns go first, the question never.
+    def _check_length(self) -> None:
+        """:raises EngineError: PROMPT_TOO_LONG when the question alone does not fit."""
+        turn, limit = Turn(self.request.question, self._laid), self._shared.options.max_context
+        size = self._shared.prompts.count((turn,), self.request.system_prompt)
+        if size >= limit:
+            visual = sum(v.kept for v in self._laid)
+            raise EngineError(
+                ErrorCode.PROMPT_TOO_LONG,
+                f'the prompt has {size} tokens ({visual} of them visual), the context holds '
+                f'{limit} with at least one for the answer')
 
-        :raises EngineError: PROMPT_TOO_LONG when the question alone does not fit.
-        """
-        request = self.request
+    def _fit(self, turn: Turn) -> tuple[tuple[Turn, ...], Prompt]:
+        """Return the turns to show and their prompt; old turns go first, the question never."""
+        request, prompts = self.request, self._shared.prompts
         history = self._shared.sessions.history(request.session_id)
-        limit = self._shared.options.max_context
-        for drop in range(len(history) + 1):
+        for drop in range(len(history)):
             turns = without_repeats((*history[drop:], turn))
-            prompt = self._shared.prompts.build(turns, request.system_prompt)
-            room = request.max_new_tokens if drop < len(history) else 1
-            if prompt.ids.size + room <= limit:
+            prompt = prompts.build(turns, request.system_prompt)
+            if prompt.ids.size + request.max_new_tokens <= self._shared.options.max_context:
                 return turns, prompt
-        visual = sum(end - start for start, end in prompt.spans)
-        raise EngineError(
-            ErrorCode.PROMPT_TOO_LONG,
-            f'the prompt has {prompt.ids.size} tokens ({visual} of them visual), the context '
-            f'holds {limit} with at least one for the answer')
+        return (turn,), prompts.build((turn,), request.system_prompt)
 
     # On the device's thread
 

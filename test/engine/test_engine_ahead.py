@@ -12,6 +12,7 @@ from qwen_vl_ros.engine.cuda_prefill import CudaPrefill
 from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.graphs import Direct
 from qwen_vl_ros.engine.kv_cache import KVCache
+from qwen_vl_ros.engine.prompt import Turn
 from qwen_vl_ros.engine.stages import FeatureCache
 from qwen_vl_ros.engine.types import Done, Request, Visual
 from qwen_vl_ros.frame import GLANCED, Frame
@@ -66,16 +67,46 @@ def test_a_picture_that_only_looks_alike_is_another_one(ahead, picture):
 
 
 def test_what_was_encoded_in_vain_leaves_nothing(ahead, picture):
-    """The caches hold the visual already, or the prompt turns out too long."""
+    """The caches hold the visual already."""
     frame = picture(320, 224)
     first = ask(ahead, QUESTION, frame)
     ahead.features.clear()  # the rows of the cache stay
     again = ask(ahead, QUESTION, frame)
     assert again.token_ids == first.token_ids and len(ahead.features) == 0
-    long = Request('the path ' * 4000, (Visual((picture(320, 224, 2),)),))
-    assert refusal(ahead, long).code == ErrorCode.PROMPT_TOO_LONG
-    assert len(ahead.features) == 0 and ahead.pool.available
-    assert ask(ahead, QUESTION, frame).token_ids == first.token_ids
+
+
+@pytest.mark.parametrize('session', ['', 'chat'])
+def test_a_text_that_is_too_long_is_refused_before_a_still_is_encoded(
+        ahead, picture, monkeypatch, session):
+    first = ask(ahead, QUESTION, picture(320, 224), session_id=session)
+    long = Request('the path ' * 4000, (Visual((picture(320, 224, 2),)),), session_id=session)
+    with monkeypatch.context() as patched:
+        for name in ('patches', 'encode_part'):
+            patched.setattr(ahead.model, name, lambda *_: pytest.fail('begun in vain'))
+        error = refusal(ahead, long)
+        plan, events = scheduler(ahead), Events()
+        plan.submit(long, events)
+        while not events.ended:
+            plan.run_once()
+        idle(plan)
+    for refused in (error, events.error):
+        assert refused.code == ErrorCode.PROMPT_TOO_LONG
+        assert '(88 of them visual)' in refused.message
+    assert ahead.pool.available
+    ahead.forget()
+    ahead.reset_sessions()
+    assert ask(ahead, QUESTION, picture(320, 224)).token_ids == first.token_ids
+
+
+@pytest.mark.parametrize('keep', [1.0, 0.4])
+def test_tokens_are_counted_as_they_are_laid_out(engine, picture, keep):
+    visuals, prompt, _ = engine.look(Request(
+        QUESTION, (Visual((picture(320, 224),)), Visual((picture(84, 112),) * 3)),
+        keep_ratio=keep))
+    turns = (Turn('hello', visuals[:1], 'a box'), Turn(QUESTION, visuals))
+    for system in (None, 'be brief'):
+        assert engine.prompts.count(turns, system) == engine.prompts.build(turns, system).ids.size
+    assert engine.prompts.count((Turn(QUESTION, visuals),), None) == prompt.ids.size
 
 
 def test_a_request_that_was_cancelled_encodes_nothing(ahead, picture):
