@@ -48,6 +48,21 @@ def check_request(request: Request, builder: PromptBuilder) -> None:
     builder.check_text(request.system_prompt or '', 'system prompt')
 
 
+def check_length(size: int, visual: int, limit: int) -> None:
+    """
+    Refuse a prompt that leaves no room for an answer.
+
+    :param size: tokens of the prompt, ``visual`` of them of pictures.
+    :param limit: tokens of the context.
+    :raises EngineError: PROMPT_TOO_LONG.
+    """
+    if size >= limit:
+        raise EngineError(
+            ErrorCode.PROMPT_TOO_LONG,
+            f'the prompt has {size} tokens ({visual} of them visual), the context holds {limit} '
+            'with at least one for the answer')
+
+
 def plan_visual(
     visual: Visual, request: Request, selector: Selector, limits: tuple[int, int], factor: int,
 ) -> VisualToken:

@@ -21,7 +21,13 @@ from qwen_vl_ros.engine.offload import Prepared
 from qwen_vl_ros.engine.options import ModelInfo, Options
 from qwen_vl_ros.engine.parts import Look, banded, parts_of
 from qwen_vl_ros.engine.prompt import Prompt, PromptBuilder, Turn, VisualToken
-from qwen_vl_ros.engine.request import check_request, lay_out, named, plan_visual
+from qwen_vl_ros.engine.request import (
+    check_length,
+    check_request,
+    lay_out,
+    named,
+    plan_visual,
+)
 from qwen_vl_ros.engine.sessions import Sessions, without_repeats
 from qwen_vl_ros.engine.stages import Arriving, DeviceClock, FeatureCache
 from qwen_vl_ros.engine.text import TextStream
@@ -124,7 +130,10 @@ class Running:
             self._laid = tuple(
                 lay_out(v, request, shared.options.selector, limits,
                         shared.model.config.vision.factor) for v in request.visuals)
-            self._check_length()
+            # The question alone; old turns go before it is refused.
+            check_length(
+                shared.prompts.count((Turn(request.question, self._laid),), request.system_prompt),
+                sum(v.kept for v in self._laid), shared.options.max_context)
             for visual in self._laid[:1]:
                 if len(parts_of(visual, self.micro_batch)) == 1 and self.micro_batch >= 1 and (
                         not shared.features.may_hold(visual.glance)):
@@ -152,17 +161,6 @@ class Running:
                 self._finite.append((look, finite))
                 return True
         return False
-
-    def _check_length(self) -> None:
-        """:raises EngineError: PROMPT_TOO_LONG when the question alone does not fit."""
-        turn, limit = Turn(self.request.question, self._laid), self._shared.options.max_context
-        size = self._shared.prompts.count((turn,), self.request.system_prompt)
-        if size >= limit:
-            visual = sum(v.kept for v in self._laid)
-            raise EngineError(
-                ErrorCode.PROMPT_TOO_LONG,
-                f'the prompt has {size} tokens ({visual} of them visual), the context holds '
-                f'{limit} with at least one for the answer')
 
     def _fit(self, turn: Turn) -> tuple[tuple[Turn, ...], Prompt]:
         """Return the turns to show and their prompt; old turns go first, the question never."""

@@ -20,7 +20,7 @@ from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.engine.layers import rms_norm, rotate
 from qwen_vl_ros.engine.model import Placed
 from qwen_vl_ros.engine.prompt import Prompt, Turn, VisualToken
-from qwen_vl_ros.engine.request import check_request
+from qwen_vl_ros.engine.request import check_length, check_request
 from qwen_vl_ros.engine.running import plan_visuals
 from qwen_vl_ros.engine.stages import DeviceClock
 from qwen_vl_ros.engine.types import Request, Visual
@@ -45,6 +45,7 @@ def drop_after_merger(engine: Engine, request: Request, name: str,
     :param timeline: gets the stages of encoding and ``select``.
     :return: the request with masks; the engine's cache holds the features that belong to them.
     :raises ValueError: another name.
+    :raises EngineError: PROMPT_TOO_LONG where it would be with what is kept; nothing is encoded.
     """
     if name not in DROPPERS:
         raise ValueError(f"dropper '{name}' is not one of {', '.join(DROPPERS)}")
@@ -55,6 +56,10 @@ def drop_after_merger(engine: Engine, request: Request, name: str,
     clock = DeviceClock(timeline, engine.model.device)
     planned = plan_visuals(engine, replace(request, keep_ratio=1.0))
     prompt = engine.prompts.build((Turn(request.question, planned),), request.system_prompt)
+    least = [v.kept if given.keep is not None else budget(v.total, request.keep_ratio)
+             for given, v in zip(request.visuals, planned)]
+    check_length(prompt.ids.size - sum(v.kept for v in planned) + sum(least), sum(least),
+                 engine.options.max_context)
     features = [(span, engine.model.encode(v, timeline, clock)[0])
                 for span, v in zip(prompt.spans, planned)]
     chosen = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import cv2
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from qwen_vl_ros.engine.engine import Engine
+from qwen_vl_ros.engine.errors import EngineError, ErrorCode
 from qwen_vl_ros.engine.types import Delta, Done, Request, Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.measure.timeline import Timeline
@@ -287,6 +289,23 @@ def test_a_mask_of_ones_own_is_not_overruled(engine):
     request = Request(item.question.text, (Visual(frames_of(item), mask),), keep_ratio=0.1,
                       max_new_tokens=4)
     assert done(answer(engine, request, fewer=Fewer(least_margin=1e9))).vision_tokens_kept == 20
+
+
+@pytest.mark.parametrize('name', sorted(DROPPERS))
+def test_what_will_not_fit_is_refused_before_it_is_encoded(name, monkeypatch):
+    """What fits once units are dropped is answered, though all of them would not fit."""
+    engine = Engine.load(str(TINY), device='cpu', max_context=256)
+    noise = np.random.default_rng(0).integers(0, 255, (336, 448, 3), np.uint8)
+    visual = Visual((Frame.from_rgb(noise),))
+    fits = Request('ball ' * 60, (visual,), keep_ratio=0.3, max_new_tokens=2)
+    *_, done = answer(engine, fits, fewer=Fewer(name))
+    assert done.answer.vision_tokens_kept == 60
+    with pytest.raises(EngineError, match='the context holds 256'):
+        list(engine.answer(replace(fits, keep_ratio=1.0)))
+    monkeypatch.setattr(engine.model, 'encode', lambda *_: pytest.fail('encoded in vain'))
+    with pytest.raises(EngineError, match=r'\(60 of them visual\), the context holds 256') as no:
+        list(answer(engine, replace(fits, question='ball ' * 300), fewer=Fewer(name)))
+    assert no.value.code == ErrorCode.PROMPT_TOO_LONG
 
 
 # The picture
