@@ -44,7 +44,8 @@ def dim_dropped(bgr: np.ndarray, kept: np.ndarray) -> None:
 
 def kept_picture(kept: np.ndarray, width: int, height: int) -> np.ndarray:
     """Return uint8 [height, width]: 255 where the units [rows, columns] were kept, else 64."""
-    return np.where(grown(kept, width, height), 255, 64).astype(np.uint8)
+    small = np.where(kept, 255, 64).astype(np.uint8)
+    return np.asarray(cv2.resize(small, (width, height), interpolation=cv2.INTER_NEAREST))
 
 
 def explain(rgb: np.ndarray, kept: np.ndarray, values: np.ndarray | None = None,

@@ -64,7 +64,10 @@ def four_cameras() -> list[Frame]:
     """Return frames as four unlike cameras send them."""
     noise = np.random.default_rng(0).integers(0, 255, 320 * 240 * 3, np.uint8)
     depth = np.linspace(0.3, 9.0, 32 * 24, dtype=np.float32)
-    sent = [message('bgr8', 320, 240, 320 * 3, noise, (7, 5), 'front'),
+    jpeg = cv2.imencode('.jpg', noise.reshape(240, 320, 3))[1].tobytes()
+    header = Header(frame_id='front')
+    header.stamp.sec, header.stamp.nanosec = 7, 5
+    sent = [CompressedImage(header=header, format='bgr8; jpeg compressed bgr8', data=jpeg),
             message('32FC1', 32, 24, 32 * 4, depth, (7, 4), 'depth'),
             message('mono8', 5, 3, 8, noise[:24], (0, 0), 'left'),
             message('nv12', 40, 20, 40, noise[:40 * 30], (6, 999_999_999), 'rear')]
@@ -198,6 +201,32 @@ def test_a_region_of_interest_is_shown_where_it_lies_in_the_whole_frame(monkeypa
     drawn = pixels(topics.sent['~/overlay'][0])
     assert (drawn[:168] == 30).all() and (drawn[168:200, :224] == 30).all()
     assert (drawn[168:200, 224:] == 120).all()
+
+
+def test_clips_of_two_cameras_show_what_was_kept_of_each():
+    wanted = Settings(cameras=('front', 'rear'), model_device='cpu', scheduler_max_sequences=1,
+                      pruning_enable=True, pruning_keep_ratio=0.3, pruning_min_units=1)
+    perception = Perception(load_engine(wanted), wanted, lambda: 10**9)
+    noise = np.random.default_rng(1)
+    for stamp in range(4):
+        for camera, width, height in (('front', 448, 336), ('rear', 224, 280)):
+            rgb = noise.integers(0, 255, height * width * 3, np.uint8)
+            perception.receive(camera, message('rgb8', width, height, width * 3, rgb, (1, stamp),
+                                               f'{camera}_lens'))
+    job = Job(Question('What is it?', cameras=('rear', 'front'), num_frames=4),
+              lambda job, event: None)
+    said = perception.answer(job).answer
+    assert [kept.shape for kept in said.kept_slices] == [(2, 10, 8), (2, 12, 16)]
+    assert sum(int(kept.sum()) for kept in said.kept_slices) == said.vision_tokens_kept
+    topics = Topics('~/saliency')
+    Pictures(topics).show(job, said)
+    for sent, kept, lens in zip(topics.sent['~/saliency'], said.kept_slices,
+                                ('rear_lens', 'front_lens')):
+        assert (sent.header.frame_id, sent.header.stamp.nanosec) == (lens, 3)
+        assert (pixels(sent)[14::28, 14::28] == np.where(kept[-1], 255, 64)).all()
+    numbers = ' + '.join(str(int(part.sum())) for part in said.kept_slices[1])
+    assert notes_of(said, job.frames[1], 1, 2)[1] == (
+        f'front (2 of 2): {numbers} of 192 units of each slice')
 
 
 @pytest.mark.ros
