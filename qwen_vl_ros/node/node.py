@@ -164,6 +164,7 @@ class QwenVlNode(LifecycleNode):
             try:
                 self._perception.settings = self.settings
                 self._perception.start()
+                self.publications.cameras(self.settings)
                 self._cameras = [
                     CameraInput(self, name, topic, self.settings.image_transport,
                                 self.settings.image_qos, self._perception.receive)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from rclpy.node import Node
+from rclpy.publisher import Publisher
 from sensor_msgs.msg import CompressedImage, Image
 
 from qwen_vl_ros.engine.types import Answer
@@ -17,17 +22,46 @@ from qwen_vl_ros.saliency.picture import kept_picture
 DEPTH = 8
 
 
+class Views(NamedTuple):
+    """The publishers of the pictures below one name."""
+
+    saliency: Publisher
+    overlay: Publisher
+    jpeg: Publisher
+
+    @classmethod
+    def below(cls, node: Node, name: str) -> Views:
+        """Create them."""
+        return cls(node.create_publisher(Image, f'{name}/saliency', DEPTH),
+                   node.create_publisher(Image, f'{name}/overlay', DEPTH),
+                   node.create_publisher(CompressedImage, f'{name}/overlay/compressed', DEPTH))
+
+
 class Pictures:
     """
-    The topics ``~/overlay``, ``~/overlay/compressed`` and ``~/saliency``.
+    The topics ``~/overlay``, ``~/overlay/compressed`` and ``~/saliency``, of all cameras together;
+    where there are several, also below each camera's name: viewers show one topic at a time.
 
     :param node: owns the publishers.
     """
 
     def __init__(self, node: Node) -> None:
-        self._overlay = node.create_publisher(Image, '~/overlay', DEPTH)
-        self._jpeg = node.create_publisher(CompressedImage, '~/overlay/compressed', DEPTH)
-        self._saliency = node.create_publisher(Image, '~/saliency', DEPTH)
+        self._node = node
+        self._all = Views.below(node, '~')
+        self._each: dict[str, Views] = {}
+
+    def serve(self, cameras: Sequence[str]) -> None:
+        """
+        Publish for these cameras, by name, from now on.
+
+        :param cameras: of the node; one alone has no topics of its own.
+        """
+        before, wanted = self._each, cameras if len(cameras) > 1 else ()
+        self._each = {name: before.get(name) or Views.below(self._node, f'~/{topic_of(name)}')
+                      for name in wanted}
+        for name in before.keys() - self._each.keys():
+            for publisher in before[name]:
+                self._node.destroy_publisher(publisher)
 
     def show(self, job: Job, answer: Answer) -> None:
         """
@@ -38,30 +72,45 @@ class Pictures:
 
         :raises Exception: of the first picture that failed, when the others are published.
         """
-        wanted = [publisher for publisher in (self._saliency, self._overlay, self._jpeg)
-                  if publisher.get_subscription_count() > 0]
         failed: Exception | None = None
-        for number, frame in enumerate(job.frames if wanted else ()):
+        for number, frame in enumerate(job.frames):
             try:
-                self._show(job, answer, number, frame, wanted)
+                self._show(job, answer, number, frame)
             except Exception as error:
                 failed = failed or error
         if failed is not None:
             raise failed
 
-    def _show(self, job: Job, answer: Answer, number: int, frame: Frame, wanted: list) -> None:
+    def _show(self, job: Job, answer: Answer, number: int, frame: Frame) -> None:
+        own = self._each.get(frame.camera)
+        saliency, raw, jpeg = (
+            [publisher for publisher in kind if publisher.get_subscription_count() > 0]
+            for kind in zip(self._all, *([own] if own else [])))
+        if not (saliency or raw or jpeg):
+            return
         header, kept = frame_header(frame), kept_of(answer, number)
-        if self._saliency in wanted:
-            self._saliency.publish(overlay.image_message(
+        if saliency:
+            _publish(saliency, overlay.image_message(
                 kept_picture(kept[-1], frame.width, frame.height), header))
-        if wanted == [self._saliency]:
+        if not (raw or jpeg):
             return
         drawn = overlay.draw(frame.rgb(), job.question.text, answer.text,
                              notes_of(answer, frame, number, len(job.frames)), kept[-1])
-        if self._overlay in wanted:
-            self._overlay.publish(overlay.image_message(drawn, header))
-        if self._jpeg in wanted:
-            self._jpeg.publish(overlay.jpeg_message(drawn, header))
+        if raw:
+            _publish(raw, overlay.image_message(drawn, header))
+        if jpeg:
+            _publish(jpeg, overlay.jpeg_message(drawn, header))
+
+
+def _publish(publishers: Sequence[Publisher], message: Image | CompressedImage) -> None:
+    for publisher in publishers:
+        publisher.publish(message)
+
+
+def topic_of(camera: str) -> str:
+    """Return a camera's name as a part of a topic's: letters, digits, _ and / only."""
+    parts = (re.sub(r'\W', '_', part, flags=re.ASCII) for part in camera.split('/') if part)
+    return '/'.join(f'camera_{part}' if part[0].isdigit() else part for part in parts)
 
 
 def kept_of(answer: Answer, number: int) -> np.ndarray:

@@ -43,6 +43,10 @@ class Publications:
         """Publish the facts about the model, also for those who come later."""
         self._model_info.publish(message)
 
+    def cameras(self, settings: Settings) -> None:
+        """Have topics for the pictures of the cameras in the settings."""
+        self._pictures.serve(tuple(settings.camera_topics()))
+
     def export(self, settings: Settings | None, model: str = '') -> None:
         """
         Open the exports that the settings ask for; those open before are closed.

@@ -19,9 +19,9 @@ from qwen_vl_ros.engine.types import Answer
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.measure.timeline import Timeline
 from qwen_vl_ros.node.main import load_engine
-from qwen_vl_ros.node.parameters import Settings
+from qwen_vl_ros.node.parameters import TOPIC, Settings
 from qwen_vl_ros.node.perception import Perception
-from qwen_vl_ros.node.pictures import DEPTH, Pictures, notes_of
+from qwen_vl_ros.node.pictures import DEPTH, Pictures, notes_of, topic_of
 from qwen_vl_ros.node.publish import Publications
 from qwen_vl_ros.node.requests import Job, Outcome, Question
 from qwen_vl_ros.pipeline import frame_from_message
@@ -44,8 +44,11 @@ class Topics:
             assert isinstance(message, kind)
             sent.append(message)
 
-        return SimpleNamespace(publish=publish,
+        return SimpleNamespace(publish=publish, topic=topic,
                                get_subscription_count=lambda: int(topic in self.heard))
+
+    def destroy_publisher(self, publisher):
+        del self.depths[publisher.topic]
 
 
 SETTINGS = Settings(model_device='cpu', scheduler_max_sequences=1, pruning_roi=0.25)
@@ -229,6 +232,33 @@ def test_clips_of_two_cameras_show_what_was_kept_of_each():
         f'front (2 of 2): {numbers} of 192 units of each slice')
 
 
+def test_several_cameras_have_topics_of_their_own():
+    topics, frames = Topics('~/rear/overlay', '~/left/saliency', '~/saliency'), four_cameras()
+    pictures = Pictures(topics)
+    pictures.serve(('front',))  # one alone is what ~/overlay shows
+    assert sorted(topics.depths) == sorted(ALL)
+    pictures.serve(('front', 'left', 'rear'))
+    assert len(topics.depths) == 12
+    pictures.show(asked(frames), answer())
+    assert {topic: [m.header.frame_id for m in sent] for topic, sent in topics.sent.items() if sent
+            } == {'~/saliency': ['front', 'depth', 'left', 'rear'],
+                  '~/left/saliency': ['left'], '~/rear/overlay': ['rear']}
+    pictures.serve(('left', 'depth'))
+    assert {topic.split('/')[1] for topic in topics.depths if topic.count('/') > 1} - {
+        'overlay'} == {'left', 'depth'}
+    pictures.show(asked(frames), answer())
+    assert len(topics.sent['~/left/saliency']) == 2 and len(topics.sent['~/rear/overlay']) == 1
+    pictures.serve(())
+    assert sorted(topics.depths) == sorted(ALL)
+
+
+@pytest.mark.parametrize(('camera', 'topic'), [
+    ('front', 'front'), ('arm/left', 'arm/left'), ('2', 'camera_2'), ('cam-1 b', 'cam_1_b'),
+    ('Rückblick', 'R_ckblick'), ('后', '_'), ('a//1b', 'a/camera_1b')])
+def test_a_camera_of_any_name_has_a_topic(camera, topic):
+    assert topic_of(camera) == topic and TOPIC.fullmatch(f'~/{topic}/overlay')
+
+
 @pytest.mark.ros
 def test_listeners_of_a_running_node_get_each_camera(start_node, programs, client):
     start_node(cameras="['front','side']", max_image_age_s=0.0, clip__length=2)
@@ -241,9 +271,11 @@ def test_listeners_of_a_running_node_get_each_camera(start_node, programs, clien
     jpegs = client.collect(CompressedImage, '/qwen_vl/overlay/compressed')
     kept = client.collect(Image, '/qwen_vl/saliency')
     answers = client.collect(AnswerMsg, '/qwen_vl/answer')
+    front = client.collect(CompressedImage, '/qwen_vl/front/overlay/compressed')
+    side = client.collect(Image, '/qwen_vl/side/saliency')
     wait_for(lambda: client.ask('words=1').answer.text and overlays and jpegs and kept)
     time.sleep(0.3)  # what was asked last is still on its way
-    for found in (overlays, jpegs, kept):
+    for found in (overlays, jpegs, kept, front, side):
         found.clear()
     _, result = client.result(client.send_goal('what?', cameras=['side', 'front'], num_frames=2))
     assert result.answer.text.split()[0].startswith('40x30')
@@ -253,6 +285,8 @@ def test_listeners_of_a_running_node_get_each_camera(start_node, programs, clien
     assert {bytes(m.data) for m in kept} == {b'\xff' * 1200, b'\xff' * 3072}
     stamps = [(m.header.stamp.sec, m.header.stamp.nanosec) for m in kept]
     assert stamps == [(m.header.stamp.sec, m.header.stamp.nanosec) for m in overlays]
+    wait_for(lambda: len(front) == len(side) == 1)
+    assert side[0] == kept[0] and front[0] == jpegs[1]
     assert stamps[0] != stamps[1] and (
         answers[-1].header.stamp.sec, answers[-1].header.stamp.nanosec) == max(stamps)
     # Both cameras are gone; the last pictures still answer, and an age that is asked for does not.
@@ -268,3 +302,9 @@ def test_listeners_of_a_running_node_get_each_camera(start_node, programs, clien
     assert client.ask('words=1').error_code == 0
     wait_for(lambda: len(kept) == 2)
     assert [m.width for m in kept] == [40, 64]
+    # One camera that is left needs no topics beside those of all.
+    assert client.change_state('deactivate')
+    assert client.set(cameras=['side'])[0].successful
+    assert client.change_state('activate')
+    wait_for(lambda: not client.node.count_publishers('/qwen_vl/side/saliency'))
+    assert client.node.count_publishers('/qwen_vl/saliency') == 1
