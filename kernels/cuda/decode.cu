@@ -61,7 +61,7 @@ __global__ void write_row(qwen_vl_decode_row* to, const qwen_vl_decode_row row) 
 
 extern "C" {
 
-QWEN_VL_API int qwen_vl_abi_version(void) { return QWEN_VL_ABI_VERSION; }
+QWEN_VL_API int qwen_vl_abi_version(void) { return QWEN_VL_DECODE_ABI_VERSION; }
 
 QWEN_VL_API int qwen_vl_decode_workspace(const qwen_vl_decode_model* model, int64_t* bytes,
                                          char* message, size_t size) {

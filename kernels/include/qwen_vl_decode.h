@@ -9,6 +9,9 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* What qwen_vl_abi_version of this library returns: it changes with the functions below. */
+#define QWEN_VL_DECODE_ABI_VERSION 2
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -135,10 +138,10 @@ int qwen_vl_chain_admit(qwen_vl_decode_chain* chain, int32_t slot, const qwen_vl
 int qwen_vl_chain_step(qwen_vl_decode_chain* chain, const qwen_vl_decode_launch* launch,
                        void* stream, char* message, size_t size);
 
-/* Bits of matrices (QWEN_VL_OP_...), and of attention behind them, whose kernels let the next one
-   start only when their inputs are there: it asks for its weights later, and does not get into
-   their way. None at first. When the last step has ended. */
-int qwen_vl_chain_arrange(qwen_vl_decode_chain* chain, uint32_t late, char* message, size_t size);
+/* Clocks of the device between the pieces of weights that gate and up ask for while the kernel
+   before them still runs: its own inputs wait behind them. 0 at first, 100000 at most. When the
+   last step has ended. */
+int qwen_vl_chain_pace(qwen_vl_decode_chain* chain, int32_t pace, char* message, size_t size);
 
 /* Give a chain back, when its last step has ended. */
 void qwen_vl_chain_destroy(qwen_vl_decode_chain* chain);

@@ -55,9 +55,8 @@ SPIN = 0.003
 TIMED_STEPS, TIMED_CONTEXT = 8, 512
 #: Relative difference of logits that rounding explains (bf16 and random weights: 0.06).
 AGREEMENT = 0.2
-#: When the chain's kernels let the next one start: at once, or when their inputs are there (bits
-#: as in :meth:`ChainKernels.arrange`: qkv, out, gate_up, down, head, attention from the right).
-ARRANGEMENTS = (0, 0b111111, 0b100001, 0b101101, 0b101111, 0b001100)
+#: Clocks between pieces of weights that the chain asks for early, see :meth:`ChainKernels.pace`.
+PACES = (0, 500, 700, 900)
 
 
 def make_decoder(language: LanguageModel, slots: int = SLOTS) -> Decoder:
@@ -295,17 +294,17 @@ def choose_kernels(language: LanguageModel, native: ctypes.CDLL | None = None) -
             continue
         if isinstance(kernels, ChainKernels):
             early = torch.cuda.get_device_capability(language.device) >= (9, 0)
-            for late in ARRANGEMENTS if early else (0,):
-                kernels.arrange(late)
-                times.append((_step_time(kernels, language), index, late))
+            for pace in PACES if early else (0,):
+                kernels.pace(pace)
+                times.append((_step_time(kernels, language), index, pace))
         else:
             times.append((_step_time(kernels, language), index, 0))
-    _, index, late = min(times)
+    _, index, pace = min(times)
     chosen = found[index]
     if isinstance(chosen, ChainKernels):
-        chosen.arrange(late)
+        chosen.pace(pace)
     LOG.info('decode step: %s; timed: %s', chosen.form, ', '.join(
-        f'{found[i].form} (late {arrangement:06b}) {ms:.3f} ms' for ms, i, arrangement in times))
+        f'{found[i].form} (pace {clocks}) {ms:.3f} ms' for ms, i, clocks in times))
     # The next sequence in this slot counts from the beginning again.
     chosen.results[:] = 0
     return chosen

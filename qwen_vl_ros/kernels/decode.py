@@ -305,14 +305,14 @@ class ChainKernels(DecodeKernels):
         own = ctypes.byref(self._model) if self._chain is None else self._chain
         self._call_on(f'{self.prefix}_{name}', own, *arguments)
 
-    def arrange(self, late: int) -> None:
+    def pace(self, clocks: int) -> None:
         """
-        Choose when kernels let the next one start; when no step is under way.
+        Choose how fast gate and up ask for weights while attention's projection still runs.
 
-        :param late: bits of :data:`~qwen_vl_ros.kernels.decode_layout.OPS`, and of attention
-            behind them, whose kernels do so only when their inputs are there.
+        :param clocks: of the device between two pieces; 0 asks for all at once. When no step is
+            under way.
         """
-        self._call('arrange', ctypes.c_uint32(late))
+        self._call('pace', ctypes.c_int32(clocks))
 
     def close(self) -> None:
         """Give the graphs back, after all steps."""

@@ -11,8 +11,8 @@ from pathlib import Path
 #: What kernels/include/qwen_vl_kernels.h calls QWEN_VL_ABI_VERSION.
 ABI_VERSION = 1
 
-#: Of libraries that count for themselves: QWEN_VL_ENCODER_ABI_VERSION.
-ABI_VERSIONS = {'qwen_vl_encoder': 2}
+#: Of libraries that count for themselves: QWEN_VL_ENCODER_ABI_VERSION, QWEN_VL_DECODE_ABI_VERSION.
+ABI_VERSIONS = {'qwen_vl_encoder': 2, 'qwen_vl_decode': 2}
 
 #: Folder to look in first, for libraries that were built elsewhere.
 VARIABLE = 'QWEN_VL_KERNELS'

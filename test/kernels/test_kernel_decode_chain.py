@@ -59,8 +59,34 @@ def test_several_steps_in_one_launch_and_bits_alone(native, shape, kind):
 
 
 @torch.inference_mode()
-def test_masks_broken_rows_and_unknown_tokens(native):
+@pytest.mark.parametrize(('shape', 'kind'), [(SMALL, 'int8'), (GROUPS, 'int4')])
+def test_a_channel_that_stands_out_takes_nothing_from_the_others(native, shape, kind):
+    """The inputs of a step of integers share a scale."""
+    language = decoder(shape, kind)
+    for layer in language.layers:
+        layer.norm1[70] *= 300
+        layer.norm2[5] *= 300
+    check_two_steps(ChainKernels(*_describe(language), native=native), language, (20, 9))
+
+
+@torch.inference_mode()
+def test_how_early_weights_are_asked_for_changes_no_bit(native):
     language = decoder(SMALL)
+    kernels = ChainKernels(*_describe(language), native=native)
+    logits = []
+    for pace in (0, 3):
+        kernels.pace(pace)
+        caches = filled(language, (20,))
+        admit(kernels, caches, [7])
+        logits.append(torch.zeros(8, language.config.vocab))
+        kernels.step([0], logits=logits[-1])
+    assert logits[0].any() and torch.equal(*logits)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(('shape', 'kind'), [(SMALL, 'none'), (SMALL, 'int8'), (GROUPS, 'int4')])
+def test_masks_broken_rows_and_unknown_tokens(native, shape, kind):
+    language = decoder(shape, kind)
     kernels = ChainKernels(*_describe(language), native=native)
     caches = filled(language, (20, 20, 20))
     caches[1].rows[1, 1, :, 4] = float('nan')

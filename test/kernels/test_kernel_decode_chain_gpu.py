@@ -82,7 +82,8 @@ def test_the_same_bits_alone_and_beside_others_many_times(kind):
     kernels = ChainKernels(*_describe(language))
     lengths, steps = (512, 37, 1, 700, 5, 64, 128, 300), 40
     seen = []
-    for slots in ([2], list(range(8)), [3, 2, 6], [2]):
+    for slots, pace in (([2], 0), (list(range(8)), 0), ([3, 2, 6], 700), ([2], 700)):
+        kernels.pace(pace)
         caches = caches_of(language, lengths)
         admit(kernels, caches, [7] * 8)
         kernels.results[:] = 0

@@ -88,8 +88,10 @@ def test_python_and_header_agree(tmp_path):
     text = HEADER.read_text()
     assert f'#define QWEN_VL_ABI_VERSION {loader.ABI_VERSION}\n' in text
     encoder = HEADER.with_name('qwen_vl_encoder.h').read_text()
-    wanted = loader.ABI_VERSIONS['qwen_vl_encoder']
-    assert f'#define QWEN_VL_ENCODER_ABI_VERSION {wanted}\n' in encoder
+    decode = HEADER.with_name('qwen_vl_decode.h').read_text()
+    for name, header in (('ENCODER', encoder), ('DECODE', decode)):
+        wanted = loader.ABI_VERSIONS[f'qwen_vl_{name.lower()}']
+        assert f'#define QWEN_VL_{name}_ABI_VERSION {wanted}\n' in header
     for i, name in enumerate(FORMS):
         assert f'QWEN_VL_{name.upper()} = {i}' in encoder
     for i, name in enumerate(ENCODINGS):

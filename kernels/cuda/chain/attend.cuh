@@ -18,7 +18,7 @@ constexpr int kAttendBytes = (kAttendWarps * 8 * 32 + kEdge) * 16;
 // values of earlier steps are read before the kernel waits. A part is stored divided by its sum.
 template <class T, int kDim>
 __global__ void __launch_bounds__(kAttendThreads, 2) attention(const __grid_constant__ Attention p) {
-  if (!p.late) let_next_start();
+  let_next_start();
   QWEN_VL_DYNAMIC_SHARED(shared);
   float4* const mixes = reinterpret_cast<float4*>(shared);
   float4* const edge = mixes + kAttendWarps * 8 * 32;
@@ -31,14 +31,12 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attention(const __grid_cons
   // put two of its blocks on one multiprocessor.
   if (s >= p.m.count) {
     await_previous();
-    if (p.late) let_next_start();
     return;
   }
   const qwen_vl_decode_row r = p.m.state[p.m.launch->slot[s]];
   const int length = positions(r), size = part_size(length);
   if (part >= part_count(length)) {
     await_previous();
-    if (p.late) let_next_start();
     return;
   }
   const int begin = min(length, part * size), end = min(length, begin + size);
@@ -80,7 +78,6 @@ __global__ void __launch_bounds__(kAttendThreads, 2) attention(const __grid_cons
 
   const float unit_scale = rsqrtf(static_cast<float>(kDim)) * 1.4426950408889634f;
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f}, acc[2 * kBlocks][4] = {};
-  if (p.late) let_next_start();
   while (at < end) {
     float c[2][4] = {};
 #pragma unroll

@@ -86,7 +86,7 @@ struct qwen_vl_decode_chain {
   Model places;
   bool programmatic;
   int shared, all_shared;  // bytes of a block at most, and of a multiprocessor
-  uint32_t late = 0;  // bits of ops, and of attention behind them
+  int pace = 0;  // of gate and up, see Product
   cudaGraphExec_t graph[kRows + 1] = {};
   qwen_vl_decode_launch last = {};
 
@@ -128,13 +128,13 @@ struct qwen_vl_decode_chain {
     auto product = [&](int op, int layer) {
       Product p;
       const int bytes = set_product(model, layers.data(), m, op, layer, ahead.of(op), &p);
-      p.late = late >> op & 1;
+      p.pace = pace;
       link(product_of(model, op, rows, ahead.of(op)), model.blocks, kThreads, bytes, &p);
     };
     link(embed_of(model), count, kEmbedThreads, 0, &m);
     for (int layer = 0; layer < model.layers; ++layer) {
       product(kQkv, layer);
-      Attention a = {m, layer, static_cast<int>(late >> kOps & 1)};
+      Attention a = {m, layer};
       link(attention_of(model), attention_grid(m, model.blocks), kAttendThreads, kAttendBytes, &a);
       product(kOut, layer);
       product(kGateUp, layer);
@@ -269,10 +269,13 @@ QWEN_VL_API int qwen_vl_chain_step(qwen_vl_decode_chain* chain,
   return failed(cudaGetLastError(), "sampling", message, size);
 }
 
-QWEN_VL_API int qwen_vl_chain_arrange(qwen_vl_decode_chain* chain, uint32_t late, char* message,
+QWEN_VL_API int qwen_vl_chain_pace(qwen_vl_decode_chain* chain, int32_t pace, char* message,
                                       size_t size) {
   if (!chain) return refuse(QWEN_VL_NULL_POINTER, message, size, "no chain");
-  chain->late = late;
+  if (pace < 0 || pace > kMostPace)
+    return refuse(QWEN_VL_BAD_SIZE, message, size, "a pace of %d clocks; expected 0 to %d", pace,
+                  kMostPace);
+  chain->pace = pace;
   chain->forget();
   return QWEN_VL_OK;
 }

@@ -44,7 +44,7 @@ __device__ inline void store_codes(uint8_t* row, int inputs, int c, bool real,
     if (grouped(kForm)) sum += __shfl_xor_sync(0xffffffffu, sum, d);
   }
   const float most = __uint_as_float(top);
-  const float inverse = most >= 1e-30f ? kLevels * __frcp_rn(most) : 0.f;
+  const float inverse = most >= 1e-30f ? kLevels * reciprocal(most) : 0.f;
   // The lowest bits of 1.5 * 2^23 + n are those of n; 128 more, so that the low byte's half is
   // rounded into the high one.
   uint32_t bits[8];

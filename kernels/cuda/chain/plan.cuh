@@ -14,6 +14,7 @@ namespace qwen_vl {
 namespace chain {
 
 constexpr int kOps = 5;
+constexpr int kMostPace = 100000;
 
 // Cuts the workspace up, the rows first; returns its size.
 inline int64_t place(const qwen_vl_decode_model& m, Model* to) {

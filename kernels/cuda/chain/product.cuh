@@ -69,7 +69,7 @@ __device__ inline void multiply(Sums& c, const uint8_t* slot, const uint8_t* sca
 
 template <class T, int kForm, int kOp, int kN, int kChunks, int kSteps>
 __global__ void __launch_bounds__(kThreads, kResident) product(const __grid_constant__ Product p) {
-  if (!p.late) let_next_start();
+  let_next_start();
   QWEN_VL_DYNAMIC_SHARED(shared);
   float* const parts = reinterpret_cast<float*>(shared + p.at_parts);
   int* const spans = reinterpret_cast<int*>(shared + p.at_spans);
@@ -123,8 +123,14 @@ __global__ void __launch_bounds__(kThreads, kResident) product(const __grid_cons
   if (kRowsNeeded && static_cast<int>(threadIdx.x) < count)
     rows.row[threadIdx.x] = p.m.state[p.m.launch->slot[threadIdx.x]];
   seek();
+  // Not all at once where the kernel before this one would wait for its inputs behind them.
+  const uint32_t start = clock32();
 #pragma unroll 1
-  for (int j = 0; j < min(kSteps, own); ++j) copy();
+  for (int j = 1; j <= min(kSteps, own); ++j) {
+    copy();
+    if constexpr (kOp == kGateUp)
+      while (static_cast<int>(clock32() - start) < j * p.pace) nap();
+  }
   Norm<T, kForm, kN, kChunks> norm;
   constexpr bool kNorms = kOp == kQkv || kOp == kGateUp || kOp == kHead;
   if constexpr (kNorms) norm.before(p);
@@ -147,7 +153,6 @@ __global__ void __launch_bounds__(kThreads, kResident) product(const __grid_cons
     stage_hidden<T, kForm, kN>(p, act);
   }
   __syncthreads();
-  if (p.late) let_next_start();
 
   const Inputs<kForm, kN> inputs(p, act, p.steps * step_inputs(kForm), count);
   Sums acc = {};

@@ -118,14 +118,15 @@ __device__ inline void stage_attention(const Product& p, uint8_t* act,
                                        const qwen_vl_decode_row* rows) {
   constexpr int kAtOnce = 4;
   const int shift = p.m.dim_shift - 3, per = p.m.heads << shift, lane = threadIdx.x % 32;
-  const int total = (kN == 1 ? 1 : p.m.count) * per;
+  const int total = (kN == 1 ? 1 : p.m.count) * per, two = 2 << shift;
 #pragma unroll 1
   for (int i = threadIdx.x / 32 * 16 + lane % 16; i < total; i += kThreads / 2) {
     const int row = kN == 1 ? 0 : i / per, c = i - row * per, head = row * p.m.heads + (c >> shift);
     const int parts = part_count(positions(rows[row]));
-    const float2* scale = p.m.part_scale + head * kMaxParts;
-    const uint4* from = static_cast<const uint4*>(p.m.parts) +
-                        ((head * kMaxParts) << shift) + (c & ((1 << shift) - 1));
+    const int whose = head * kMaxParts + lane / 16;
+    const float2* scale = p.m.part_scale + whose;
+    const uint4* from = static_cast<const uint4*>(p.m.parts) + (whose << shift) +
+                        (c & ((1 << shift) - 1));
     float v[8] = {}, sum = 0.f, top = -INFINITY;
 #pragma unroll 1
     for (int first = lane / 16; first < parts; first += 2 * kAtOnce) {
@@ -136,10 +137,12 @@ __device__ inline void stage_attention(const Product& p, uint8_t* act,
         ms[q] = make_float2(-INFINITY, 0.f);
         raw[q] = make_uint4(0, 0, 0, 0);
         if (first + 2 * q < parts) {
-          ms[q] = __ldcg(scale + first + 2 * q);
-          raw[q] = __ldcg(from + ((first + 2 * q) << shift));
+          ms[q] = __ldcg(scale + 2 * q);
+          raw[q] = __ldcg(from + q * two);
         }
       }
+      scale += 2 * kAtOnce;
+      from += kAtOnce * two;
       float high = top;
 #pragma unroll
       for (int q = 0; q < kAtOnce; ++q) high = fmaxf(high, ms[q].x);

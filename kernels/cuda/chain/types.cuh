@@ -64,7 +64,7 @@ struct Product {
   const void *weight, *scales;
   const void *norm, *bias;
   int layer, steps, row_bytes, groups;
-  int late;                         // lets the next kernel start when its inputs are there
+  int pace;                         // clocks between the steps asked for before the kernel waits
   int every, over;                  // pairs of a block, and blocks that have one more
   int64_t other;                    // bytes from the first output of a pair to the second
   int act_stride;                   // bytes of a sequence's inputs in shared memory
@@ -73,7 +73,7 @@ struct Product {
 
 struct Attention {
   Model m;
-  int layer, late;
+  int layer;
 };
 // First output of a pair.
 template <int kOp>

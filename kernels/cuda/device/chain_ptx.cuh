@@ -20,6 +20,10 @@ __device__ inline void await_previous() {
 #endif
 }
 
+__device__ inline uint32_t clock32() { return static_cast<uint32_t>(clock()); }
+// Leaves the others alone for some ten nanoseconds.
+__device__ inline void nap() { __nanosleep(20); }
+
 // 16 bytes; `to` stays as it is where there is nothing to load.
 __device__ inline void load_weights(uint4& to, const void* from, bool real) {
   asm volatile(
@@ -57,6 +61,12 @@ __device__ inline void mma_codes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t
 __device__ inline float power2(float a) {
   float d;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(a));
+  return d;
+}
+// 1 / a to one unit in the last place; zero for a beyond 2^126.
+__device__ inline float reciprocal(float a) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(a));
   return d;
 }
 // a / b to two units in the last place; zero for b beyond 2^126.

@@ -9,6 +9,12 @@ namespace chain {
 
 inline void let_next_start() {}
 inline void await_previous() {}
+// Each look takes a clock.
+inline uint32_t clock32() {
+  static uint32_t now = 0;
+  return now++;
+}
+inline void nap() {}
 inline void load_weights(uint4& to, const void* from, bool real) {
   if (real) std::memcpy(&to, from, 16);
 }
@@ -34,6 +40,7 @@ void mma_codes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, 
   });
 }
 inline float power2(float a) { return std::exp2(a); }
+inline float reciprocal(float a) { return 1.f / a; }
 inline float quotient(float a, float b) { return a / b; }
 
 }  // namespace chain

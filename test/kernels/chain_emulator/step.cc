@@ -9,6 +9,7 @@ using namespace qwen_vl::chain;
 struct qwen_vl_decode_chain {
   qwen_vl_decode_model model;
   Model places;
+  int pace = 0;
 };
 
 namespace {
@@ -49,16 +50,17 @@ bool run_form(int form, int op, const Product& p, int bytes) {
 }
 
 template <class T>
-bool run_step(const qwen_vl_decode_model& model, const Model& m) {
+bool run_step(const qwen_vl_decode_model& model, const Model& m, int pace) {
   bool done = run(embed<T>, m.count, kEmbedThreads, 128, m);
   auto multiply = [&](int op, int layer) {
     Product p;
     const int bytes = set_product(model, model.layer, m, op, layer, 2, &p);
+    p.pace = pace;
     done = done && run_form<T>(op == kHead ? model.head_form : model.form, op, p, bytes);
   };
   for (int layer = 0; layer < model.layers; ++layer) {
     multiply(kQkv, layer);
-    const Attention a = {m, layer, 0};
+    const Attention a = {m, layer};
     done = done && (model.head_dim == 128
                         ? run(attention<T, 128>, attention_grid(m, kBlocks), kAttendThreads, kAttendBytes, a)
                         : run(attention<T, 64>, attention_grid(m, kBlocks), kAttendThreads, kAttendBytes, a));
@@ -100,8 +102,8 @@ int qwen_vl_chain_step(qwen_vl_decode_chain* chain, const qwen_vl_decode_launch*
   m.count = launch->count;
   *const_cast<qwen_vl_decode_launch*>(m.launch) = *launch;
   for (int i = 0; i < launch->steps; ++i) {
-    if (chain->model.dtype == 0 ? run_step<__nv_bfloat16>(chain->model, m)
-                                : run_step<__half>(chain->model, m))
+    if (chain->model.dtype == 0 ? run_step<__nv_bfloat16>(chain->model, m, chain->pace)
+                                : run_step<__half>(chain->model, m, chain->pace))
       continue;
     snprintf(message, size, "the emulated step did not come to its end");
     return 1;
@@ -109,7 +111,10 @@ int qwen_vl_chain_step(qwen_vl_decode_chain* chain, const qwen_vl_decode_launch*
   return 0;
 }
 
-int qwen_vl_chain_arrange(qwen_vl_decode_chain*, uint32_t, char*, size_t) { return 0; }
+int qwen_vl_chain_pace(qwen_vl_decode_chain* chain, int32_t pace, char*, size_t) {
+  chain->pace = pace;
+  return 0;
+}
 
 void qwen_vl_chain_destroy(qwen_vl_decode_chain* chain) { delete chain; }
 

@@ -182,7 +182,6 @@ inline uint32_t __float_as_uint(float f) {
   std::memcpy(&v, &f, 4);
   return v;
 }
-inline float __frcp_rn(float v) { return 1.f / v; }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t which) {
   const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
   uint32_t result = 0;
