@@ -55,6 +55,19 @@ def curve(rows: Rows, model: str, method: str) -> list[dict[str, Any]]:
     return sorted(own, key=lambda r: r['flops_share'])
 
 
+Walls = dict[str, dict[str, Any]]
+
+
+def walls(path: Path) -> Walls:
+    """Return by method the records of answers of models/tiny on the wall clock, by metric."""
+    found: Walls = {}
+    for r in json.loads(path.read_text()):
+        if r['stage'] == 'selection' and r['case'].get('model') == 'tiny' and r['metric'] in (
+                'ms_per_answer', 'ms_select', 'ms_reflect'):
+            found.setdefault(r['case']['method'], {})[r['metric']] = r
+    return found
+
+
 def draw(rows: Rows, model: str, path: Path) -> None:
     """Draw accuracy against FLOPs with scoring, and by family, for one checkpoint."""
     import matplotlib
@@ -92,20 +105,28 @@ def draw(rows: Rows, model: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def table(rows: Rows, model: str) -> str:
-    """Return the table of all methods and budgets of one checkpoint."""
+def table(rows: Rows, model: str, clock: Walls) -> str:
+    """
+    Return the table of all methods and budgets of one checkpoint.
+
+    :param clock: empty leaves the column out.
+    """
     whole = rows[model, 'full', 192]
-    lines = [f"All tokens: {whole['value']:.3f} (mean of families, {whole['runs']} items).", '',
+    ms = f", {clock['full']['ms_per_answer']['value']:.1f} ms a question" if clock else ''
+    lines = [f"All tokens: {whole['value']:.3f} (mean of families, {whole['runs']} items){ms}.",
+             '',
              '| method | decides | ' + ' | '.join(f'{k / 192:.0%}' for k in BUDGETS)
-             + ' | FLOPs at 33 % | evidence kept at 33 % | right where downsampling fails |',
-             '|---|---|' + '---|' * (len(BUDGETS) + 3)]
+             + ' | FLOPs at 33 % | evidence kept at 33 % | right where downsampling fails |'
+             + (' ms (choosing) |' if clock else ''),
+             '|---|---|' + '---|' * (len(BUDGETS) + 3 + bool(clock))]
     for method, (name, when) in NAMES.items():
         own = {k: rows[model, method, k] for k in BUDGETS if (model, method, k) in rows}
         third = own.get(63)
         if method == 'threshold' and (over := curve(rows, model, method)):
             kept = over[0]['case']['kept']
             lines.append(f"| {name}, keeps {kept / 192:.0%} on average | {when} | "
-                         f"{over[0]['value']:.3f} | | | | | {over[0]['flops_share']:.2f} | | |")
+                         f"{over[0]['value']:.3f} | | | | | {over[0]['flops_share']:.2f} | | |"
+                         + (f' {_clocked(clock, method)} |' if clock else ''))
         if third is None:
             continue
         saved = third['where_downsampling_fails']
@@ -113,8 +134,27 @@ def table(rows: Rows, model: str) -> str:
             f'| {name}', when, *(f"{own[k]['value']:.3f}" for k in BUDGETS),
             f"{third['flops_share']:.2f}",
             '' if third['evidence_recall'] is None else f"{third['evidence_recall']:.2f}",
-            f'{saved[0]:.2f}' if saved and not method.startswith('downsample') else '']) + ' |')
+            f'{saved[0]:.2f}' if saved and not method.startswith('downsample') else '',
+            *([_clocked(clock, method)] if clock else [])]) + ' |')
+    most = [f"{NAMES[m][0]} {rows[model, m, 154]['value']:.3f}" for m in ('random', 'uniform')
+            if (model, m, 154) in rows]
+    if most:
+        lines += ['', f"With 80 % kept, which is where PatchDropout begins: {', '.join(most)}."]
     return '\n'.join(lines)
+
+
+def _clocked(clock: Walls, method: str) -> str:
+    """Return median milliseconds of a question, and what of them choosing takes."""
+    # What was trained for smaller pictures is the same model on the same pictures.
+    own = clock.get('downsample' if method == 'downsample_trained' else method)
+    if own is None:
+        return ''
+    cell = f"{own['ms_per_answer']['value']:.1f}"
+    if 'ms_select' in own:
+        cell += f" ({own['ms_select']['value']:.2f})"
+    if 'ms_reflect' in own:
+        cell += f" + {own['ms_reflect']['value']:.1f}"
+    return cell
 
 
 def families(rows: Rows, model: str, kept: int) -> str:
@@ -144,6 +184,9 @@ def goal(rows: Rows, model: str) -> str:
     return '\n'.join(lines)
 
 
+#: Methods whose answers of models/tiny are shown by stage.
+CLOCKED = ('full', 'head', 'saliency', 'next_frame', 'next_head', 'uniform', 'divprune',
+           'downsample')
 #: Metrics of the wall clock, as the page calls them.
 TIMES = {'ms_per_answer': 'answer', 'ms_first_token': 'to the first token',
          'ms_select': 'stage `select`', 'ms_reflect': 'gradient after it',
@@ -160,6 +203,8 @@ def wall(found: list[dict[str, Any]]) -> str:
         case = r['case']
         if r['stage'] != 'selection' or r['metric'] not in TIMES or case['method'] == 'controller':
             continue
+        if case.get('model') == 'tiny' and case['method'] not in CLOCKED:
+            continue  # the table of all methods has them
         model = {'2b': '2B shape', '7b': '7B shape'}.get(case.get('model'), 'tiny')
         picture = case.get('size', '448x336')
         picture += f", {case['kept']} of 192 units" if case.get('kept', 192) < 192 else ''
@@ -211,13 +256,14 @@ def main() -> None:
     parser.add_argument('--results', type=Path,
                         default=ROOT / 'benchmarks' / 'results' / 'h200.json')
     args = parser.parse_args()
-    rows = load(args.results)
+    rows, clock = load(args.results), walls(args.results)
     text = PAGE.read_text()
     IMAGES.mkdir(exist_ok=True)
     for model in ('tiny', 'tiny-dense'):
         if (model, 'full', 192) in rows:
             draw(rows, model, IMAGES / f'accuracy-{model}.png')
-            text = fill(text, f'table {model}', table(rows, model))
+            shown = table(rows, model, clock if model == 'tiny' else {})
+            text = fill(text, f'table {model}', shown)
             text = fill(text, f'families {model}', families(rows, model, 63))
     text = fill(text, 'goal tiny', goal(rows, 'tiny'))
     both = [r for file in sorted(args.results.parent.glob('*.json'))

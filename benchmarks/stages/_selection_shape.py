@@ -6,10 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
-from benchmarks.records import Record, median, record
+from benchmarks.records import Record, median, record, table, write
 from benchmarks.stages._engines import Camera, timed_engine
 from benchmarks.stages.answer import QUESTION
 from qwen_vl_ros.engine.engine import Engine
@@ -27,16 +28,20 @@ RATIO = 0.33
 #: Tokens of an answer under the controller.
 TOKENS = 8
 #: Answers to each target.
-ANSWERS = 60
+ANSWERS = 50
 
 
-def on_shape(shape: str) -> list[Record]:
+def on_shape(shape: str, partial: Path | None = None) -> list[Record]:
     """
     Time the light head before the frames of a shape, and the controller that holds a target.
 
+    What matters most comes first, and every part is shown when it is done.
+
     :param shape: 2b or 7b; its head has random weights as well: speed does not depend on values.
+    :param partial: write the records there after every part.
     :raises CannotRun: without a GPU.
     """
+    begun = time.monotonic()
     engine = timed_engine(shape, preprocess='auto')
     width = engine.model.language.embedding.shape[1]
     torch.manual_seed(0)
@@ -44,10 +49,23 @@ def on_shape(shape: str) -> list[Record]:
     chooser = UnitSelector({'head': 1.0}, {'head': signal}, spread=0.0)
     chooser.bind(engine)
     found: list[Record] = []
+
+    def done(what: str, more: list[Record]) -> None:
+        print(f'{what}: {time.monotonic() - begun:.1f} s', flush=True)
+        if more:
+            print(table(more), flush=True)
+            found.extend(more)
+            if partial:
+                write(partial, found)
+
+    done(f'random {shape}', [])
     for size in SIZES:
-        found += _cost(engine, chooser, signal, shape, size)
+        case = {'model': shape, 'size': f'{size[0]}x{size[1]}'}
+        whole = _whole(engine, size)
+        done(case['size'], _map_cost(engine, signal, case, size, whole))
+        done(f"{case['size']}, within answers", _stage_cost(engine, chooser, case, size, whole))
     engine.options = replace(engine.options, selector=chooser)
-    found += _controlled(engine, shape, SIZES[1])
+    done('controller', _controlled(engine, shape, SIZES[1]))
     engine.close()
     return found
 
@@ -60,14 +78,18 @@ def _ask(engine: Engine, camera: Camera, tokens: int, ratio: float = 1.0,
     return next(e.answer.timeline for e in engine.answer(request) if isinstance(e, Done))
 
 
-def _cost(engine: Engine, chooser: UnitSelector, signal: HeadSignal, shape: str,
-          size: tuple[int, int]) -> list[Record]:
-    """Time the whole frame to its first token, and the map alone and within an answer."""
+def _whole(engine: Engine, size: tuple[int, int]) -> list[float]:
+    """Return the milliseconds to the first token of whole frames."""
+    camera = Camera(size, 1)
+    return [_ask(engine, camera, 1).total_ms() for _ in range(28)][8:]
+
+
+def _map_cost(engine: Engine, signal: HeadSignal, case: dict[str, str], size: tuple[int, int],
+              whole: list[float]) -> list[Record]:
+    """Time the map alone, as it stands to the whole frame to its first token."""
     camera = Camera(size, 1)
     grid = grid_of((camera.frame(),), engine.options.min_pixels, engine.info.max_pixels)
     rows, columns = grid[1] // 2, grid[2] // 2
-    whole = [_ask(engine, camera, 1).total_ms() for _ in range(30)][8:]
-    case = {'model': shape, 'size': f'{size[0]}x{size[1]}'}
     found = [record('selection', {**case, 'method': 'full'}, 'ms_first_token', median(whole), 'ms',
                     times=whole)]
 
@@ -83,15 +105,22 @@ def _cost(engine: Engine, chooser: UnitSelector, signal: HeadSignal, shape: str,
                       note=note)
 
     found.append(timed('ms_frame_to_map', lambda n: QUESTION, 'a standing question'))
-    found.append(timed('ms_frame_to_map_new_question', lambda n: f'{QUESTION} {n}',
-                       'its words are read first'))
     net = next(reversed(signal.graphs.values())).replay_ms(200)
     found.append(record('selection', {**case, 'method': 'head'}, 'ms_net', median(net), 'ms',
                         times=net, share_of_whole_frame=median(net) / median(whole),
                         note='replay of upload, shrinking, net and download, CUDA events'))
+    found.append(timed('ms_frame_to_map_new_question', lambda n: f'{QUESTION} {n}',
+                       'its words are read first'))
+    return found
+
+
+def _stage_cost(engine: Engine, chooser: UnitSelector, case: dict[str, str],
+                size: tuple[int, int], whole: list[float]) -> list[Record]:
+    """Time answers about fewer units, and the stage that chooses them."""
+    camera, found = Camera(size, 3), []
     for name, selector in (('uniform', uniform_keep), ('head', chooser)):
         engine.options = replace(engine.options, selector=selector)
-        lines = [_ask(engine, camera, 1, RATIO) for _ in range(40)][10:]
+        lines = [_ask(engine, camera, 1, RATIO) for _ in range(26)][6:]
         for metric, times in (('ms_first_token', [x.total_ms() for x in lines]),
                               ('ms_select', [x.ms('select') for x in lines])):
             found.append(record(
@@ -145,7 +174,7 @@ def _controlled(engine: Engine, shape: str, size: tuple[int, int]) -> list[Recor
         controller.took(spent)
         return spent, LADDER.index(level)
 
-    free = [median([spend(level) for _ in range(8)][3:]) for level in LADDER]
+    free = [median([spend(level) for _ in range(6)][3:]) for level in LADDER]
     whole = free[0]
     found = []
     for name, share, loaded in (('target of 80 %', 0.8, False), ('target of 60 %', 0.6, False),

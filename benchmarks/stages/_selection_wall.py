@@ -1,4 +1,4 @@
-"""Wall time of answers, one at a time, through the engine as a robot asks it."""
+"""Wall time of answers under every method, one at a time, as a robot asks the engine."""
 
 from __future__ import annotations
 
@@ -10,72 +10,117 @@ import numpy as np
 import torch
 
 from benchmarks.records import Record, median, record
+from benchmarks.stages._selection_ways import Way, ways
 from qwen_vl_ros.engine.engine import Engine
-from qwen_vl_ros.engine.types import Done, Request, Visual
+from qwen_vl_ros.engine.types import Answer, Request, Visual
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.measure.timeline import Timeline
-from qwen_vl_ros.roboscene.evaluate import earlier, frames_of
-from qwen_vl_ros.roboscene.items import items
-from qwen_vl_ros.saliency.answering import AS_IT_IS, Fewer, answer
+from qwen_vl_ros.roboscene.evaluate import earlier, frames_of, say
+from qwen_vl_ros.roboscene.items import Item, items
 from qwen_vl_ros.saliency.head import SaliencyHead
 from qwen_vl_ros.saliency.head_signal import HeadSignal
-from qwen_vl_ros.saliency.selectors import make_selector
 from qwen_vl_ros.share import share
 
-#: 72 of 192 units: the budget's sixteenths.
-RATIO = 0.375
-#: Pixels of a picture of 7 x 10 units.
-SMALLER = 70 * 784
+#: Answers before those that are timed: graphs are captured and products chosen.
+WARM = 5
 
 
 def wall(args: argparse.Namespace, head: Path) -> list[Record]:
     """
-    Time answers about stills with all tokens and with 72 of 192.
+    Time answers about stills with all tokens, and with 72 of 192 by every method.
+
+    One engine, which forgets pictures and prompts after every answer.
 
     :param head: file of the light head.
     """
     folder = share('models', 'tiny')
-    drawn = list(items('attribute', 'test', args.wall))
+    drawn = list(items('attribute', 'test', max(1, args.wall)))
     found = net_ms(head, args.device)
+    engine = Engine.load(str(folder), device=args.device)
+    shown = Shown(drawn)
     whole = 0.0
-    for method in ('full', 'head', 'saliency', 'next_frame', 'uniform', 'divprune', 'downsample'):
-        name = {'full': 'uniform', 'downsample': 'uniform'}.get(method, method)
-        engine = Engine.load(str(folder), device=args.device,
-                             selector=make_selector(name, model=folder, head=head))
-        if method == 'downsample':
-            engine.set_pixels(3136, SMALLER)
-        ratio = 1.0 if method in ('full', 'downsample') else RATIO
-        fewer = Fewer(dropper='divprune') if method == 'divprune' else AS_IT_IS
-        totals, selects, reflects = [], [], []
-        for number, item in enumerate([*drawn[:5], *drawn]):
-            if method == 'next_frame':
-                before = Frame.from_rgb(frames_of(earlier(item))[0].rgb(), camera='c')
-                _ask(engine, item.question.text, before, ratio, fewer)
-                begin = time.perf_counter()
-                engine.options.selector.reflect()
-                spent = (time.perf_counter() - begin) * 1e3
-            now = Frame.from_rgb(frames_of(item)[0].rgb(), camera='c')
-            line = _ask(engine, item.question.text, now, ratio, fewer)
-            if number < 5:
-                continue
-            totals.append(line.total_ms())
-            selects.append(line.ms('select'))
-            if method == 'next_frame':
-                reflects.append(spent)
-        engine.close()
-        case = {'model': 'tiny', 'method': method, 'kept': 192 if method == 'full' else
-                70 if method == 'downsample' else 72, 'dtype': engine.info.dtype}
-        whole = whole or median(totals)
-        found.append(record('selection', case, 'ms_per_answer', median(totals), 'ms', times=totals,
-                            baseline=('all tokens', whole)))
+    for method, way in ways(engine, folder, head).items():
+        timed = _timed(engine, way, shown, args.wall)
+        case = {'model': 'tiny', 'method': method, 'kept': round(median(timed.kept)),
+                'dtype': engine.info.dtype}
+        whole = whole or median(timed.total)
+        found.append(record('selection', case, 'ms_per_answer', median(timed.total), 'ms',
+                            times=timed.total, baseline=('all tokens', whole)))
         if method not in ('full', 'downsample'):
-            found.append(record('selection', case, 'ms_select', median(selects), 'ms',
-                                times=selects, share_of_whole_frame=median(selects) / whole))
-        if reflects:
+            found.append(record('selection', case, 'ms_select', median(timed.select), 'ms',
+                                times=timed.select,
+                                share_of_whole_frame=median(timed.select) / whole))
+        if way.reflects:
             found.append(record(
-                'selection', case, 'ms_reflect', median(reflects), 'ms', times=reflects,
-                note='the gradient of the last answer, taken while nobody waits'))
+                'selection', case, 'ms_reflect', median(timed.reflect), 'ms', times=timed.reflect,
+                note='what is worked out of the last answer, while nobody waits'))
+    engine.close()
     return found
+
+
+class Shown:
+    """
+    Pictures of items and of the moment before each, rendered once.
+
+    :param drawn: stills.
+    """
+
+    def __init__(self, drawn: list[Item]) -> None:
+        self.items = drawn
+        self._now = [frames_of(item)[0].rgb() for item in drawn]
+        self._before = [frames_of(earlier(item))[0].rgb() for item in drawn]
+
+    def frame(self, number: int, before: bool = False) -> Frame:
+        """Return an item's picture as it comes from a camera."""
+        return Frame.from_rgb((self._before if before else self._now)[number].copy(), camera='c')
+
+
+class Times:
+    """Milliseconds of answers, of their stage ``select`` and of what came after the one before."""
+
+    def __init__(self) -> None:
+        self.total: list[float] = []
+        self.select: list[float] = []
+        self.reflect: list[float] = []
+        self.kept: list[float] = []
+
+    def add(self, got: Answer) -> None:
+        """Take note of an answer."""
+        self.total.append(got.timeline.total_ms())
+        self.select.append(got.timeline.ms('select'))
+        self.kept.append(got.vision_tokens_kept)
+
+
+def _timed(engine: Engine, way: Way, shown: Shown, count: int) -> Times:
+    """Answer so many times in one way."""
+    times, limits = Times(), (engine.options.min_pixels, engine.options.max_pixels)
+    way.enter(engine)
+    for turn in range(WARM + count):
+        number = turn % len(shown.items)
+        item = shown.items[number]
+        if way.looks_back:
+            _ask(engine, way, item, shown.frame(number, before=True))
+            begin = time.perf_counter()
+            engine.options.selector.reflect()  # type: ignore[attr-defined]
+            spent = (time.perf_counter() - begin) * 1e3
+        got = _ask(engine, way, item, shown.frame(number))
+        if turn < WARM:
+            continue
+        times.add(got)
+        if way.looks_back:
+            times.reflect.append(spent)
+    way.leave(engine, limits)
+    return times
+
+
+def _ask(engine: Engine, way: Way, item: Item, frame: Frame) -> Answer:
+    engine.forget()
+    timeline = Timeline()
+    with timeline.stage('select'):
+        keep = None if way.mask is None else way.mask(item, frame)
+    request = Request(item.question.text, (Visual((frame,), keep),), keep_ratio=way.ratio,
+                      max_new_tokens=8)
+    return say(engine, request, way.fewer, timeline)
 
 
 def net_ms(head: Path, device: str) -> list[Record]:
@@ -108,9 +153,3 @@ def net_ms(head: Path, device: str) -> list[Record]:
                     note='replay of upload, shrinking, net and download, CUDA events'))
     engine.close()
     return found
-
-
-def _ask(engine: Engine, question: str, frame: Frame, ratio: float, fewer: Fewer) -> Timeline:
-    request = Request(question, (Visual((frame,)),), keep_ratio=ratio, max_new_tokens=8)
-    return next(e.answer.timeline for e in answer(engine, request, fewer=fewer)
-                if isinstance(e, Done))

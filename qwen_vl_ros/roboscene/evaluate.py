@@ -144,9 +144,10 @@ def chance(family: str, drawn: Iterable[Item]) -> float:
     return sum(c.most_common(1)[0][1] for c in kinds.values()) / total if total else 0.0
 
 
-def say(engine: Engine, request: Request, fewer: Fewer = AS_IT_IS) -> Answer:
+def say(engine: Engine, request: Request, fewer: Fewer = AS_IT_IS,
+        timeline: Timeline | None = None) -> Answer:
     """Ask one question; see :func:`saliency.answering.answer`."""
-    for event in answer(engine, request, fewer=fewer):
+    for event in answer(engine, request, timeline, fewer=fewer):
         if isinstance(event, Done):
             return event.answer
     raise RuntimeError('the engine ended without an answer')

@@ -21,7 +21,7 @@ from qwen_vl_ros.roboscene.evaluate import frames_of, say
 from qwen_vl_ros.roboscene.geometry import GRID_H, GRID_W, UNITS
 from qwen_vl_ros.roboscene.items import items
 from qwen_vl_ros.saliency import costs, grad_cam
-from qwen_vl_ros.saliency.answering import Fewer
+from qwen_vl_ros.saliency.answering import AS_IT_IS, Fewer
 from qwen_vl_ros.saliency.droppers import dart, divprune
 from qwen_vl_ros.saliency.head import SaliencyHead
 from qwen_vl_ros.saliency.reflecting import focus_of
@@ -48,7 +48,7 @@ def choose_by(engine, selector):
     engine.options = replace(engine.options, selector=selector)
 
 
-def select_of(engine, fewer=Fewer()):
+def select_of(engine, fewer=AS_IT_IS):
     """Answer with few units; return the answer and the FLOPs of its stage ``select``."""
     question, frames = asked()
     got = say(engine, Request(question, (Visual(frames),), keep_ratio=RATIO), fewer)
@@ -61,9 +61,8 @@ def test_a_gradient_costs_what_torch_counts(engine, depth, answer):
     question, frames = asked()
     _, prompt, features = engine.look(Request(question, (Visual(frames),)))
     depth = depth or config.layers
-    with FlopCounterMode(display=False) as counter:
-        with Timeline().stage('select') as span:
-            grad_cam.token_maps(engine, prompt, features, depth, answer)
+    with FlopCounterMode(display=False) as counter, Timeline().stage('select') as span:
+        grad_cam.token_maps(engine, prompt, features, depth, answer)
     # torch counts no fused attention on a CPU: forward once, backward two and a half times.
     tokens = prompt.ids.size + len(answer[:-1])
     attention = depth * attention_flops(causal_pairs(tokens, 0), config.width)
@@ -122,12 +121,11 @@ def test_what_drops_after_the_merger_says_what_it_took(engine, name):
 
 def test_work_outside_a_stage_belongs_to_nobody():
     timeline = Timeline()
-    with timeline.stage('select') as outer:
-        with Timeline().stage('encode') as inner:
-            grid = np.zeros((28 * 2, 28 * 2, 3), np.uint8)
-            from qwen_vl_ros.frame import Frame
-            from qwen_vl_ros.saliency.gradient import contrast
-            contrast([Frame.from_rgb(grid)], 2, 2)
+    with timeline.stage('select') as outer, Timeline().stage('encode') as inner:
+        grid = np.zeros((28 * 2, 28 * 2, 3), np.uint8)
+        from qwen_vl_ros.frame import Frame
+        from qwen_vl_ros.saliency.gradient import contrast
+        contrast([Frame.from_rgb(grid)], 2, 2)
     contrast([Frame.from_rgb(grid)], 2, 2)
     assert outer.flops == 0 and inner.flops == costs.signal(4)['flops']
     assert inner.bytes_read == grid.nbytes and inner.bytes_written == 16
