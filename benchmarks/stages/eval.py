@@ -1,11 +1,11 @@
-"""Accuracy of the shipped model on RoboScene-VQA, all tokens and fewer."""
+"""Accuracy of the shipped model on RoboScene-VQA, all tokens and fewer, with what that costs."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks.records import Record, record
+from benchmarks.records import Record, median, record
 from qwen_vl_ros.engine.engine import Engine
 from qwen_vl_ros.roboscene.evaluate import evaluate
 from qwen_vl_ros.roboscene.questions import FAMILIES
@@ -36,6 +36,9 @@ def run(args: argparse.Namespace) -> list[Record]:
                 'accuracy', score.accuracy, '', baseline=('most frequent answer', score.chance),
                 higher_is_better=True,
                 note=f'{score.count} items, 95 % interval {low:.3f} to {high:.3f}')
-                | {'runs': score.count, 'interval': [low, high]})
+                | {'runs': score.count, 'interval': [low, high],
+                   'gflops': round(score.gflops, 4), 'gflops_scoring': round(score.scoring, 4),
+                   'ms_median': round(median(score.ms), 3),
+                   'ms_select_median': round(median(score.select_ms), 3)})
     engine.close()
     return found
