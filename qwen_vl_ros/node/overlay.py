@@ -26,7 +26,7 @@ def draw(rgb: np.ndarray, question: str, answer: str, notes: Sequence[str] = (),
     :param kept: bool [rows, columns] of the picture's units; units that were dropped are dimmed.
     :return: uint8 [H, W, 3] BGR, a picture of its own.
     """
-    bgr = np.array(rgb[:, :, ::-1], order='C')
+    bgr: np.ndarray = cv2.cvtColor(rgb, cv2.COLOR_RGB2BGR)
     height, width = bgr.shape[:2]
     if kept is not None and not kept.all():
         dim_dropped(bgr, kept)

@@ -39,7 +39,8 @@ def grown(units: np.ndarray, width: int, height: int) -> np.ndarray:
 def dim_dropped(bgr: np.ndarray, kept: np.ndarray) -> None:
     """Darken the units [rows, columns] that were dropped, in place; uint8 [H, W, 3]."""
     height, width = bgr.shape[:2]
-    bgr[~grown(kept, width, height)] >>= 2
+    dropped = grown(~kept, width, height).view(np.uint8)
+    cv2.copyTo(bgr >> 2, dropped, bgr)
 
 
 def kept_picture(kept: np.ndarray, width: int, height: int) -> np.ndarray:
