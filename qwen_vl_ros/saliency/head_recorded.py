@@ -9,6 +9,8 @@ device: copying one takes less of the host than shrinking it.
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qwen_vl_ros.frame import Frame
+from qwen_vl_ros.saliency.cuda_direct import direct, mapped
 from qwen_vl_ros.saliency.head import SAMPLES, SaliencyHead, channels, places
 from qwen_vl_ros.saliency.samples import PACKED, odd, planes
+from qwen_vl_ros.saliency.shrinking import Shrinking
+from qwen_vl_ros.saliency.uploading import WAYS, Upload
 
 
 def held_against(newest: Tensor) -> Tensor | None:
@@ -76,12 +81,13 @@ class FoldedHead:
             weight.copy_(own[0] * scale[:, None, None, None])
             bias.copy_(own[1] * scale + shift)
 
-    def __call__(self, samples: Tensor) -> Tensor:
+    def __call__(self, samples: Tensor, out: Tensor | None = None) -> Tensor:
         """
         Score the units of pictures.
 
         :param samples: [slices, 3 (a still) or 6, 7 * rows, 7 * columns] of :func:`channels`,
             times 64, channels last.
+        :param out: takes the scores, in its own dtype.
         :return: [slices, rows, columns].
         """
         head = self._head
@@ -90,7 +96,8 @@ class FoldedHead:
         for inner, outer in zip(self._inner, self._outer):
             y = self._conv(x, *inner, padding=1)
             x = self._conv(y, *outer, x, padding=1)
-        return F.conv2d(x, self._score, head.score.bias)[:, 0]
+        assert head.score.bias is not None
+        return torch.add(F.conv2d(x, self._score)[:, 0], head.score.bias, out=out)
 
     def _conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, add: Tensor | None = None,
               stride: int = 1, padding: int = 0) -> Tensor:
@@ -166,14 +173,17 @@ class RecordedHead:
                  rows: int, columns: int, source: Source) -> None:
         self._head, self._embed, self._source = head, embed, source
         self._grid = slices, rows, columns
-        device = head.score.weight.device
+        device, dtype = head.score.weight.device, head.score.weight.dtype
         self._sizes = [math.prod(shape) for shape in source.shapes]
-        shape = (slices, sum(self._sizes))
-        self._bytes = torch.zeros(shape, dtype=torch.uint8, pin_memory=True)
-        self._pixels = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._upload = Upload(source.shapes, slices, device)
+        exact = torch.float32 if dtype == torch.float32 else torch.float16
+        wanted = SAMPLES * rows, SAMPLES * columns
+        self._shrink = [Shrinking(shape, wanted, exact, device) for shape in source.shapes]
         self._ids = torch.zeros((2, WORDS), dtype=torch.long, pin_memory=True)
         self._words = torch.zeros((2, WORDS), dtype=torch.long, device=device)
         self._scores = torch.zeros((slices, rows, columns), pin_memory=True)
+        # The last kernel writes its scores into host memory itself.
+        self._seen, self._result = mapped(self._scores, device), self._scores.numpy()
         self._asked: Sequence[int] | None = None
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._done = torch.cuda.Event()
@@ -181,6 +191,9 @@ class RecordedHead:
         with torch.cuda.stream(self._stream):
             self._net = self._folded()
             self._reading, self._scoring = self._record(self._read), self._record(self._score)
+        self._direct = direct(self._stream, self._scoring, self._reading)
+        #: How bytes go up, one of :data:`uploading.WAYS`; chosen by the clock at the first frame.
+        self.way: int | None = None
 
     def _folded(self) -> FoldedHead:
         """Return the net, fused where this cuDNN has what that takes."""
@@ -216,21 +229,14 @@ class RecordedHead:
         self._net.ask(self._head.words(embedded, mask))
 
     def _score(self) -> None:
-        """Score what is in pinned memory."""
-        self._pixels.copy_(self._bytes, non_blocking=True)
-        slices, rows, columns = self._grid
-        dtype = self._head.score.weight.dtype
-        small = []
-        for part, shape in zip(self._pixels.split(self._sizes, 1), self._source.shapes):
-            plane = part.view(slices, *shape[:2], -1).permute(0, 3, 1, 2)
-            small.append(F.adaptive_avg_pool2d(plane.to(dtype), (SAMPLES * rows,
-                                                                 SAMPLES * columns)))
-        newest = self._source.colours(small)
-        if slices == 1:
+        """Score what is on the device."""
+        parts = self._upload.pixels.split(self._sizes, 1)
+        newest = self._source.colours([f(part) for f, part in zip(self._shrink, parts)])
+        if self._grid[0] == 1:
             given = newest - 118
         else:
             given = channels(newest.float(), held_against(newest.float())) * 64
-        self._scores.copy_(self._net(_last(given.to(dtype))), non_blocking=True)
+        self._net(_last(given.to(self._head.score.weight.dtype)), self._seen)
 
     def run(self, frames: Sequence[Frame], question: Sequence[int]) -> np.ndarray:
         """
@@ -240,34 +246,72 @@ class RecordedHead:
         :param question: token ids; the same again are not read again.
         :return: float32 [slices, rows, columns].
         """
-        for row, frame in zip(self._bytes.numpy(), frames):
-            at = 0
-            for size, plane in zip(self._sizes, planes(frame)):
-                np.copyto(row[at:at + size].reshape(plane.shape), plane)
-                at += size
+        at_once = self._direct is not None and self._direct[0].ready()
+        if not self.knows(question):
+            self._ask(question, at_once)
+        if not at_once:
+            return self._replayed(frames)
+        if self.way is None:
+            self.way = self._fastest(frames)
+        return self._launched(frames, self.way)
+
+    def _launched(self, frames: Sequence[Frame], way: int) -> np.ndarray:
+        assert self._direct is not None
+        stream, (scoring, _) = self._direct
+        self._upload.send(frames, stream, way)
+        stream.launch(scoring)
+        stream.wait()
+        return self._result.copy()
+
+    def _fastest(self, frames: Sequence[Frame]) -> int:
+        """Return the way up that takes least from frame to map."""
+        def spent(way: int) -> float:
+            begin = time.perf_counter()
+            self._launched(frames, way)
+            return time.perf_counter() - begin
+
+        turns = [[spent(way) for way in WAYS] for _ in range(9)]
+        return min(WAYS, key=lambda way: statistics.median(t[WAYS.index(way)] for t in turns))
+
+    def _replayed(self, frames: Sequence[Frame]) -> np.ndarray:
+        """Score through torch's own calls."""
+        self._upload.stage(frames)
         with torch.cuda.stream(self._stream):
-            if not self.knows(question):
-                self._ask(question)
+            self._upload.send_staged()
             self._scoring.replay()
             self._done.record()
         self._done.synchronize()
-        return self._scores.numpy().copy()
+        return self._result.copy()
 
     def knows(self, question: Sequence[int]) -> bool:
         """Tell whether the weights are folded for a question."""
         return question == self._asked
 
-    def _ask(self, question: Sequence[int]) -> None:
+    @torch.inference_mode()
+    def _ask(self, question: Sequence[int], at_once: bool) -> None:
+        """
+        Fold the net for a question.
+
+        :param at_once: the graph may be launched directly.
+        """
         self._asked = None
-        if len(question) <= WORDS:
+        short = len(question) <= WORDS
+        if short:
             staged = self._ids.numpy()
             staged[:] = 0
             staged[0, :len(question)] = question
             staged[1, :len(question)] = 1
-            self._reading.replay()
+        if short and at_once:
+            assert self._direct is not None
+            stream, (_, reading) = self._direct
+            stream.launch(reading)
         else:
-            ids = torch.tensor([question], device=self._pixels.device)
-            self._fold(ids, torch.ones_like(ids, dtype=torch.bool))
+            with torch.cuda.stream(self._stream):
+                if short:
+                    self._reading.replay()
+                else:
+                    ids = torch.tensor([question], device=self._words.device)
+                    self._fold(ids, torch.ones_like(ids, dtype=torch.bool))
         self._asked = question
 
     def replay_ms(self, count: int) -> list[float]:
@@ -275,6 +319,7 @@ class RecordedHead:
         ends = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         with torch.cuda.stream(self._stream):
             for end in ends:
+                self._upload.send_staged()
                 self._scoring.replay()
                 end.record()
         self._stream.synchronize()

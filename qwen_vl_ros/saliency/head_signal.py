@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qwen_vl_ros.engine.costs import Cost
 from qwen_vl_ros.frame import Frame
 from qwen_vl_ros.measure.timeline import spend
 from qwen_vl_ros.saliency import costs
@@ -32,6 +33,8 @@ DTYPES = {'auto': None, 'float32': torch.float32, 'float16': torch.float16,
 QUESTIONS = 64
 #: Shapes of frames and grids whose nets stay recorded; the one used longest ago goes first.
 SHAPES = 12
+
+Key = tuple[int, int, int, str, int, int]
 
 
 def head_file(model: str | Path, file: str | Path = '') -> Path:
@@ -69,8 +72,10 @@ class HeadSignal:
         self._engine: Engine | None = None
         self._questions: OrderedDict[str, list[int]] = OrderedDict()
         self._words: dict[str, Tensor] = {}
-        #: Recorded nets by slices, rows, columns and kind of frames; empty on a CPU.
-        self.graphs: OrderedDict[tuple[int, int, int, Source], RecordedHead] = OrderedDict()
+        self._costs: dict[tuple[int, int, int, int], Cost] = {}
+        #: Recorded nets by slices, rows, columns and kind of frames (encoding, width and height);
+        #: empty on a CPU.
+        self.graphs: OrderedDict[Key, RecordedHead] = OrderedDict()
         # Questions may be planned on several threads; a recorded net has one set of buffers.
         self._lock = threading.Lock()
 
@@ -107,9 +112,9 @@ class HeadSignal:
         self._engine = engine
         self._questions.clear()
         self._words.clear()
+        self._costs.clear()
         self.graphs.clear()
 
-    @torch.inference_mode()
     def __call__(self, frames: Sequence[Frame], rows: int, columns: int, question: str
                  ) -> np.ndarray:
         """
@@ -120,40 +125,49 @@ class HeadSignal:
         """
         if self._engine is None:
             raise RuntimeError('the saliency head was not bound to an engine')
-        device = self._engine.model.device
         with self._lock:
             ids = self._ids(question)
-            if device.type == 'cuda':
+            if self._engine.model.device.type == 'cuda':
                 return self._on_gpu(frames, rows, columns, ids)
-            known = question in self._words
-            spend(**costs.head(self.head, len(frames), rows, columns, 0 if known else len(ids),
-                               costs.frame_bytes(frames)))
-            samples = np.stack([rgb_samples(f, rows, columns) for f in frames])
-            newest = torch.from_numpy(samples).permute(0, 3, 1, 2)
-            given = channels(newest, held_against(newest)).to(self._dtype)
-            words = self._summary(question, ids).expand(len(frames), -1)
-            return self._net(given, words).float().numpy()
+            return self._on_cpu(frames, rows, columns, question, ids)
+
+    @torch.inference_mode()
+    def _on_cpu(self, frames: Sequence[Frame], rows: int, columns: int, question: str,
+                ids: list[int]) -> np.ndarray:
+        self._spend(frames, rows, columns, 0 if question in self._words else len(ids))
+        samples = np.stack([rgb_samples(f, rows, columns) for f in frames])
+        newest = torch.from_numpy(samples).permute(0, 3, 1, 2)
+        given = channels(newest, held_against(newest)).to(self._dtype)
+        words = self._summary(question, ids).expand(len(frames), -1)
+        return self._net(given, words).float().numpy()
 
     def _on_gpu(self, frames: Sequence[Frame], rows: int, columns: int, ids: list[int]
                 ) -> np.ndarray:
         assert self._engine is not None
-        sources = {Source.of(f) for f in frames}
-        if len(sources) > 1:
+        kinds = {(f.encoding, f.width, f.height) for f in frames}
+        if len(kinds) > 1:
             # Cameras do not change their encoding within a clip; somebody put one together.
             frames = [Frame.from_rgb(rgb_samples(f, rows, columns)) for f in frames]
-            sources = {Source.of(f) for f in frames}
-        key = (len(frames), rows, columns, sources.pop())
-        if key not in self.graphs:
+            kinds = {(f.encoding, f.width, f.height) for f in frames}
+        key = (len(frames), rows, columns, *kinds.pop())
+        net = self.graphs.get(key)
+        if net is None:
             while len(self.graphs) >= SHAPES:
                 self.graphs.popitem(last=False)
-            with torch.cuda.device(self._engine.model.device):
-                self.graphs[key] = RecordedHead(
-                    self.head, self._engine.model.language.embed, *key)
+            with torch.cuda.device(self._engine.model.device), torch.inference_mode():
+                net = self.graphs[key] = RecordedHead(
+                    self.head, self._engine.model.language.embed, *key[:3], Source.of(frames[0]))
         self.graphs.move_to_end(key)
-        net = self.graphs[key]
-        spend(**costs.head(self.head, *key[:3], 0 if net.knows(ids) else len(ids),
-                           costs.frame_bytes(frames)))
+        self._spend(frames, rows, columns, 0 if net.knows(ids) else len(ids))
         return net.run(frames, ids)
+
+    def _spend(self, frames: Sequence[Frame], rows: int, columns: int, words: int) -> None:
+        """Tell what a map takes; counting a net's weights anew takes longer than launching it."""
+        key = (len(frames), rows, columns, words)
+        if key not in self._costs:
+            self._costs[key] = costs.head(self.head, *key)
+        spend(**self._costs[key])
+        spend(bytes_read=costs.frame_bytes(frames))
 
     def _ids(self, question: str) -> list[int]:
         """Return a question's tokens; those of the questions asked last are kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import cv2
@@ -22,6 +23,7 @@ from qwen_vl_ros.saliency.head_recorded import FoldedHead, Source, held_against
 from qwen_vl_ros.saliency.head_signal import HeadSignal
 from qwen_vl_ros.saliency.samples import PACKED, planes, rgb_samples
 from qwen_vl_ros.saliency.selectors import FILE, make_selector
+from qwen_vl_ros.saliency.uploading import WAYS
 
 TINY = Path(__file__).parents[2] / 'models' / 'tiny'
 GRID = (1, 24, 32)
@@ -311,6 +313,34 @@ def test_the_recorded_net_gives_what_the_plain_one_gives(family, slices, encodin
         expected = plain(channels(samples, held_against(samples)), words.expand(slices, -1))
         assert np.abs(got - expected.numpy()).max() < 0.02 * expected.abs().max()
     assert len(signal.graphs) == 1
+    engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('encoding', ['rgb8', 'nv12'])
+def test_every_way_up_to_the_device_gives_the_same_bits(encoding):
+    signal = HeadSignal.load(TINY)
+    engine = Engine.load(str(TINY), device='cuda', selector=make_selector('uniform'))
+    signal.bind(engine)
+    frames = [_sent(frames_of(item)[0].rgb(), encoding)
+              for item in items('attribute', 'test', 3)]
+    whole = Frame.from_rgb(frames[0].rgb())  # rows without padding go up from where they lie
+    for shown in ([whole, *frames] if encoding == 'rgb8' else frames):
+        first = signal([shown], 12, 16, 'Where is it?')
+    net, = signal.graphs.values()
+    ids = signal._ids('Where is it?')
+    expected = net._replayed([shown])
+    assert np.array_equal(first, expected)
+    for way in WAYS if net.way is not None else ():
+        for other in frames:
+            net._launched([other], way)
+        assert np.array_equal(net._launched([shown], way), expected)
+    # A thread that has not touched the device yet.
+    got = []
+    thread = threading.Thread(target=lambda: got.append(net.run([shown], ids)))
+    thread.start()
+    thread.join()
+    assert np.array_equal(got[0], expected)
     engine.close()
 
 
