@@ -53,6 +53,10 @@ examples:
 All methods at all budgets, with plots: docs/accuracy.md.'''
 
 
+#: Options that make another case of a record where they are given.
+CHOICES = ('weights', 'gradient_layers', 'generic_every', 'least_margin', 'roi')
+
+
 def add_parser(subparsers) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
@@ -100,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
     info = model_dict(engine)
     print(f"{info['name']} ({info['dtype']}, {info['device']}), split {args.split}, "
           f'{args.items} items a family, floor {args.floor}, keep {args.keep_ratio:g}'
-          + (f' by {args.select}' if args.keep_ratio < 1 else ''), file=out)
+          + (f' by {args.select} {args.weights}'.rstrip() if args.keep_ratio < 1 else ''),
+          file=out)
     print(f"{'family':<10} {'accuracy':>8}  {'95 % interval':<15} {'chance':>6} {'tokens':>6} "
           f"{'recall':>6} {'GFLOP':>6} {'scoring':>7} {'ms':>7} {'select':>7}",
           file=out)
@@ -127,7 +132,8 @@ def run(args: argparse.Namespace) -> int:
                 'eval', {'model': info['name'], 'dtype': info['dtype'], 'keep': args.keep_ratio,
                          'family': score.family, 'split': args.split, 'floor': args.floor,
                          'seed': args.scene_seed,
-                         'select': args.select if args.keep_ratio < 1 else 'all'},
+                         'select': args.select if args.keep_ratio < 1 else 'all',
+                         **{name: getattr(args, name) for name in CHOICES if getattr(args, name)}},
                 'accuracy', score.accuracy, 'share', runs=score.count, interval=[low, high],
                 chance=score.chance, kept_tokens=score.kept, evidence_recall=score.recall,
                 gflops=score.gflops, gflops_scoring=score.scoring, asked_again=score.again,

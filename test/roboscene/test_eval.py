@@ -36,12 +36,23 @@ def test_dropping_is_counted(capsys):
     assert record['case']['select'] == 'oracle'
 
 
+def test_another_choice_is_another_case(capsys):
+    assert main(['eval', '--items', '2', '--family', 'path', '--keep-ratio', '0.33', '--select',
+                 'next_frame', '--weights', 'gradient=1,motion=1', '--least-margin', '0.5',
+                 '--json', '-']) == 0
+    out, err = capsys.readouterr()
+    case = json.loads(out)[0]['case']
+    assert (case['weights'], case['least_margin']) == ('gradient=1,motion=1', 0.5)
+    assert 'by next_frame gradient=1,motion=1' in err and 'generic_every' not in case
+
+
 @pytest.mark.parametrize(('words', 'expected'), [
     (['--items', '0'], '--items is 0'),
     (['--family', 'smell'], "--family 'smell' is not one of attribute"),
     (['--family', 'path', '--split', 'heldout'], "--family 'path' is not one of"),
     (['--keep-ratio', '0'], '--keep-ratio is 0'),
     (['--select', 'magic'], "selector 'magic' is not one of"),
+    (['--select', 'saliency', '--weights', 'motion=1'], "--weights: signal 'motion' is not one"),
     (['--model', '/nowhere'], '/nowhere'),
     (['--json', '/nowhere/x.json'], 'cannot write /nowhere/x.json'),
 ])
