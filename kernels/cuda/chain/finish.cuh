@@ -12,7 +12,7 @@ namespace chain {
 template <int kN>
 struct Rows {
   qwen_vl_decode_row row[kN];
-  float squares[kN * kWarps];
+  float squares[kN * kSquares];
   Best best[kN * kWarps];
 };
 template <int kN>
@@ -121,8 +121,7 @@ struct Extra {
 template <class T>
 __device__ inline float norm_scale(const Product& p, const float* squares, int row) {
   float sum = 0.f;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) sum += squares[row * kWarps + w];
+  for (int i = 0; i < p.m.width / 256; ++i) sum += squares[row * kSquares + i];
   return rsqrtf(sum * p.m.by_width + p.m.eps) * (1.f / kStagedScale<T>);
 }
 

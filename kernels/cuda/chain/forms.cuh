@@ -19,7 +19,13 @@ const void* product_width(bool wide) {
 }
 template <class T, int kForm, int kOp>
 const void* product_rows(int rows, bool wide, int ahead) {
-  if (rows == 1) return product_width<T, kForm, kOp, 1, kAhead>(wide);
+  if (rows == 1) {
+    if constexpr (kOp == kGateUp)
+      if (ahead == kAheadGate) return product_width<T, kForm, kOp, 1, kAheadGate>(wide);
+    if constexpr (kOp == kDown)
+      if (ahead == kAheadDown[0]) return product_width<T, kForm, kOp, 1, kAheadDown[0]>(wide);
+    return product_width<T, kForm, kOp, 1, kAhead>(wide);
+  }
   if constexpr (kOp == kHead) {
     return product_width<T, kForm, kOp, kRows, kAhead>(wide);
   } else if constexpr (kOp == kDown) {

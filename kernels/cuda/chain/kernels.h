@@ -6,8 +6,7 @@ namespace qwen_vl {
 namespace chain {
 
 // Null where nothing is compiled. rows: 1, or QWEN_VL_DECODE_ROWS for more; wide: rows have more
-// than 8 inputs for each thread of a block; ahead: kAhead, or for more than one row of kAheadDown
-// for the down projection and of kAheadMany for all others but the head.
+// than 8 inputs for each thread of a block; ahead: as choose_ahead says.
 const void* product_bf16(int form, int op, int rows, bool wide, int ahead);
 const void* product_fp16(int form, int op, int rows, bool wide, int ahead);
 const void* embed_bf16();

@@ -61,7 +61,6 @@ inline int set_product(const qwen_vl_decode_model& model, const qwen_vl_decode_l
   const int form = op == kHead ? model.head_form : model.form, n = instance_rows(m.count);
   const int inputs = op == kDown ? m.mlp : op == kOut ? m.heads << m.dim_shift : m.width;
   const qwen_vl_decode_matrix& matrix = op == kHead ? model.head : layers[layer].op[op];
-  const bool norms = op == kQkv || op == kGateUp || op == kHead;
   *p = {};
   p->m = m;
   p->weight = matrix.weight;
@@ -88,14 +87,16 @@ inline int set_product(const qwen_vl_decode_model& model, const qwen_vl_decode_l
   used += kWarps * ahead * slot_bytes(form);
   p->at_spans = used;
   used += up((most + 7) / 8 * 4);
-  p->at_parts = used;  // the residual's rows come here first
-  return used + std::max(norms && n > 1 ? up(m.count * m.width * 4) : 0, up(pieces * 16 * n * 4));
+  p->at_parts = used;
+  return used + up(pieces * 16 * n * 4);
 }
 
-// Steps that kernels copy ahead: those of the down projection, of the head, and all others.
+// Steps that kernels copy ahead: those of the down projection, of gate and up, and all others.
 struct Ahead {
-  int down, head, others;
-  int of(int op) const { return op == kDown ? down : op == kHead ? head : others; }
+  int down, gate_up, others;
+  int of(int op) const {
+    return op == kDown ? down : op == kGateUp ? gate_up : op == kHead ? kAhead : others;
+  }
 };
 
 // Chooses as many as leave a block of the down projection room beside one of the kernels around it,
@@ -103,20 +104,28 @@ struct Ahead {
 // fit a block alone. shared: bytes of a block at most; all: of a multiprocessor.
 inline Ahead choose_ahead(const qwen_vl_decode_model& model, const qwen_vl_decode_layer* layers,
                           const Model& m, int shared, int all) {
-  if (instance_rows(m.count) == 1) return {kAhead, kAhead, kAhead};
   constexpr int kReserved = 1024;  // bytes that the system takes of each block
-  Product p;
-  Ahead best = {kAheadDown[2], kAhead, kAheadMany[1]}, alone = best;
+  auto bytes = [&](int op, int ahead) {
+    Product p;
+    return set_product(model, layers, m, op, 0, ahead, &p) + kReserved;
+  };
+  if (instance_rows(m.count) == 1) {
+    const Ahead even = {kAhead, kAhead, kAhead}, more = {kAheadDown[0], kAheadGate, kAhead};
+    const int gate = bytes(kGateUp, more.gate_up);
+    const int near = std::max(bytes(kDown, more.down), bytes(kOut, more.others));
+    // INT4 is no faster with it: nearly all that a block has of gate and up is copied ahead anyway.
+    return model.form != kInt4 && gate + near <= all ? more : even;
+  }
+  Ahead best = {kAheadDown[2], kAheadMany[1], kAheadMany[1]}, alone = best;
   bool side_by_side = false;
   for (int others : kAheadMany)
     for (int down : kAheadDown) {
-      const int big = set_product(model, layers, m, kDown, 0, down, &p);
-      const int near = std::max(set_product(model, layers, m, kGateUp, 0, others, &p),
-                                set_product(model, layers, m, kQkv, 0, others, &p));
-      if (std::max(big, near) > shared) continue;
-      if (others + down > alone.others + alone.down) alone = {down, kAhead, others};
-      if (big + near + 2 * kReserved > all) continue;
-      if (!side_by_side || others + down > best.others + best.down) best = {down, kAhead, others};
+      const int big = bytes(kDown, down);
+      const int near = std::max(bytes(kGateUp, others), bytes(kQkv, others));
+      if (std::max(big, near) > shared + kReserved) continue;
+      if (others + down > alone.others + alone.down) alone = {down, others, others};
+      if (big + near > all) continue;
+      if (!side_by_side || others + down > best.others + best.down) best = {down, others, others};
       side_by_side = true;
     }
   return side_by_side ? best : alone;

@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, kResident) product(const __grid_cons
   await_previous();
   if (s < count && pair < first + mine) extra.template fetch_late<kOp>(p, s, pair);
   if constexpr (kNorms) {
-    norm.after(p, act, parts, rows.squares);
+    norm.after(p, act, rows.squares);
   } else if constexpr (kOp == kOut) {
     stage_attention<T, kForm, kN>(p, act, rows.row);
   } else {

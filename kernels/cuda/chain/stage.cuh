@@ -44,15 +44,34 @@ __device__ inline void load_floats(float (&v)[8], const float4 a, const float4 b
 template <class T>
 constexpr float kStagedScale = std::is_same<T, __half>::value ? 0.015625f : 1.f;
 
-// Rows of the residual times the weights of a norm, which are read before the kernel waits.
+// Chunks of the rows of a step, a thread's own first: neighbouring lanes have neighbouring chunks.
+struct Chunk {
+  int row = 0, c;
+  // per: chunks of a row.
+  __device__ Chunk(int per) : c(threadIdx.x) { settle(per); }
+  __device__ void next(int per) {
+    c += kThreads;
+    settle(per);
+  }
+  __device__ void settle(int per) {
+    while (c >= per) {
+      c -= per;
+      ++row;
+    }
+  }
+};
+
+// Rows of the residual times the weights of a norm.
 //
-// kChunks: of 8 inputs that a thread has of a row. The sum of a row's squares is put together in
-// the same order however many rows there are.
+// kChunks: of 8 inputs that a thread has of a row. Of one row the weights are read before the
+// kernel waits. squares: [kN][kSquares], sums of 256 inputs, put together in the same order however
+// many rows there are. Widths are multiples of 256: the lanes of a warp have inputs all, or none.
 template <class T, int kForm, int kN, int kChunks>
 struct Norm {
   uint4 weight[kChunks];
 
   __device__ void before(const Product& p) {
+    if (kN > 1) return;
 #pragma unroll
     for (int j = 0; j < kChunks; ++j) {
       const int c = threadIdx.x + j * kThreads;
@@ -60,55 +79,55 @@ struct Norm {
     }
   }
 
-  // raw: floats [count][width] where there is more than one row.
-  __device__ void after(const Product& p, uint8_t* act, float* raw, float* squares) {
-    const int width = p.m.width, count = kN == 1 ? 1 : p.m.count;
-    if (kN > 1) {
-      for (int row = 0; row < count; ++row) {
-#pragma unroll
-        for (int j = 0; j < kChunks; ++j) {
-          const int c = threadIdx.x + j * kThreads;
-          if (c * 8 < width) {
-            const uint32_t to = decode::shared_of(raw + row * width + c * 8);
-            decode::copy16(to, p.m.x + row * width + c * 8, true);
-            decode::copy16(to + 16, p.m.x + row * width + c * 8 + 4, true);
-          }
-        }
-      }
-      decode::commit();
-      decode::wait_groups<0>();  // a thread reads only what it copied itself
-    }
-#pragma unroll 2
-    for (int row = 0; row < count; ++row) {
-      float sum = 0.f;
+  __device__ void after(const Product& p, uint8_t* act, float* squares) {
+    const int per = p.m.width / 8;
+    if constexpr (kN == 1) {
 #pragma unroll
       for (int j = 0; j < kChunks; ++j) {
         const int c = threadIdx.x + j * kThreads;
-        if (c * 8 < width) sum += stage(p, act, raw, row, j, c);
+        const float4* const from = reinterpret_cast<const float4*>(p.m.x) + 2 * c;
+        if (c < per) stage(p, act, squares, 0, c, weight[j], __ldcg(from), __ldcg(from + 1));
       }
+    } else {
+      constexpr int kAtOnce = 2;
+      Chunk at(per);
+      while (at.row < p.m.count) {
+        float4 x[kAtOnce][2];
+        uint4 w[kAtOnce];
+        int rows[kAtOnce], c[kAtOnce];
 #pragma unroll
-      for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-      if (threadIdx.x % 32 == 0) squares[row * kWarps + threadIdx.x / 32] = sum;
+        for (int i = 0; i < kAtOnce; ++i) {
+          rows[i] = at.row;
+          c[i] = at.c;
+          if (at.row < p.m.count) {
+            const float4* const from =
+                reinterpret_cast<const float4*>(p.m.x + at.row * p.m.width) + 2 * at.c;
+            x[i][0] = __ldcg(from);
+            x[i][1] = __ldcg(from + 1);
+            w[i] = __ldg(static_cast<const uint4*>(p.norm) + at.c);
+          }
+          at.next(per);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+          if (rows[i] < p.m.count)
+            stage(p, act, squares, rows[i], c[i], w[i], x[i][0], x[i][1]);
+      }
     }
   }
 
-  // Returns the sum of squares of chunk c.
-  __device__ float stage(const Product& p, uint8_t* act, const float* raw, int row, int j,
-                         int c) {
+  __device__ void stage(const Product& p, uint8_t* act, float* squares, int row, int c, uint4 w,
+                        float4 low, float4 high) {
     float v[8], n[8];
-    if (kN > 1) {
-      const float4* kept = reinterpret_cast<const float4*>(raw + row * p.m.width + c * 8);
-      load_floats(v, kept[0], kept[1]);
-    } else {
-      const float4* from = reinterpret_cast<const float4*>(p.m.x + row * p.m.width + c * 8);
-      load_floats(v, __ldcg(from), __ldcg(from + 1));
-    }
-    unpack8<T>(weight[j], n);
+    load_floats(v, low, high);
+    unpack8<T>(w, n);
 #pragma unroll
     for (int k = 0; k < 8; ++k) n[k] *= v[k] * kStagedScale<T>;
-    // Widths are multiples of 256: the lanes of a warp have inputs all, or none.
     store_inputs<T, kForm>(act + row * p.act_stride, p.m.width, c, true, n);
-    return squares_of(v);
+    float sum = squares_of(v);
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
+    if (c % 32 == 0) squares[row * kSquares + c / 32] = sum;
   }
 };
 
@@ -175,47 +194,38 @@ __device__ inline void stage_attention(const Product& p, uint8_t* act,
 }
 
 // The products of gate and up: as codes, or as they lie in memory, which is how they shall lie in
-// shared memory.
+// shared memory. Not by asynchronous copies, which would be waited for with those of weights.
 template <class T, int kForm, int kN>
 __device__ inline void stage_hidden(const Product& p, uint8_t* act) {
+  constexpr int kAtOnce = kForm == kFloat ? 5 : 3;
   const int per = p.m.mlp / 8, count = kN == 1 ? 1 : p.m.count;
-  if constexpr (kN == 1 || kForm != kFloat) {
-    // Not by asynchronous copies, which would be waited for with those of weights.
-    constexpr int kAtOnce = kForm == kFloat ? 5 : 3;
-    for (int row = 0; row < count; ++row) {
-      const uint4* from = static_cast<const uint4*>(p.m.act) + static_cast<int64_t>(row) * per;
-      uint8_t* const to = act + row * p.act_stride;
+  const uint4* const from = static_cast<const uint4*>(p.m.act);
+  Chunk at(per);
+  // Whole warps: all lanes take part in what they do together.
 #pragma unroll 1
-      for (int first = threadIdx.x; first - threadIdx.x % 32 < per; first += kAtOnce * kThreads) {
-        uint4 raw[kAtOnce];
+  for (int first = threadIdx.x; first - static_cast<int>(threadIdx.x) % 32 < count * per;
+       first += kAtOnce * kThreads) {
+    uint4 raw[kAtOnce];
+    int rows[kAtOnce], c[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          raw[i] = make_uint4(0, 0, 0, 0);
-          if (first + i * kThreads < per) raw[i] = __ldcg(from + first + i * kThreads);
-        }
+    for (int i = 0; i < kAtOnce; ++i) {
+      rows[i] = at.row;
+      c[i] = at.c;
+      raw[i] = make_uint4(0, 0, 0, 0);
+      if (at.row < count) raw[i] = __ldcg(from + first + i * kThreads);
+      at.next(per);
+    }
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const int c = first + i * kThreads;
-          if constexpr (kForm == kFloat) {
-            if (c < per) *reinterpret_cast<uint4*>(to + c * 16) = raw[i];
-          } else {
-            float v[8];
-            unpack8<T>(raw[i], v);
-            store_codes<kForm>(to, p.m.mlp, c, c < per, v);
-          }
-        }
+    for (int i = 0; i < kAtOnce; ++i) {
+      uint8_t* const row = act + (kN == 1 ? 0 : min(rows[i], count - 1) * p.act_stride);
+      if constexpr (kForm == kFloat) {
+        if (rows[i] < count) *reinterpret_cast<uint4*>(row + c[i] * 16) = raw[i];
+      } else {
+        float v[8];
+        unpack8<T>(raw[i], v);
+        store_codes<kForm>(row, p.m.mlp, c[i], rows[i] < count, v);
       }
     }
-  } else {
-    for (int row = 0; row < count; ++row) {
-      const uint8_t* from =
-          static_cast<const uint8_t*>(p.m.act) + static_cast<int64_t>(row) * per * 16;
-      const uint32_t to = decode::shared_of(act + row * p.act_stride);
-      for (int c = threadIdx.x; c < per; c += kThreads)
-        decode::copy16(to + c * 16, from + c * 16, true);
-    }
-    decode::commit();
-    decode::wait_groups<0>();
   }
 }
 

@@ -22,14 +22,15 @@ constexpr int kWarps = 12, kThreads = 32 * kWarps;
 // Blocks that a multiprocessor shall have room for: one of a kernel, and one of the next.
 constexpr int kResident = 2;
 // Steps that a warp copies ahead. The inputs of several sequences take room, most of all those of
-// the down projection: there are kernels for fewer steps, so that one fits beside the next.
-constexpr int kAhead = 7;
+// the down projection: there are kernels for fewer steps, so that one fits beside the next. Gate and
+// up have most to read: of one sequence they may have some of the down projection's room.
+constexpr int kAhead = 7, kAheadGate = 9;
 constexpr int kAheadMany[] = {7, 5}, kAheadDown[] = {6, 4, 3};
 constexpr int kStepRow = 64;   // bytes of one output's weights that a warp multiplies at a time
 constexpr int kGroup = 128;    // inputs that share a scale, of the forms that have groups
 constexpr int kMaxParts = 16;  // that attention to one cache is cut into
 constexpr int kPartRows = 128;  // positions of a part, unless there would be more parts than that
-constexpr int kMaxWidth = 4096;
+constexpr int kMaxWidth = 4096, kSquares = kMaxWidth / 256;
 constexpr int kPad = 64;       // bytes; keeps rows of activations off each other's banks
 
 enum Op { kQkv, kOut, kGateUp, kDown, kHead };
