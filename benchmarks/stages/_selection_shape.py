@@ -28,7 +28,7 @@ RATIO = 0.33
 #: Tokens of an answer under the controller.
 TOKENS = 8
 #: Answers to each target.
-ANSWERS = 50
+ANSWERS = 60
 
 
 def on_shape(shape: str, partial: Path | None = None) -> list[Record]:
@@ -178,7 +178,7 @@ def _controlled(engine: Engine, shape: str, size: tuple[int, int]) -> list[Recor
     whole = free[0]
     found = []
     for name, share, loaded in (('target of 80 %', 0.8, False), ('target of 60 %', 0.6, False),
-                                ('target of 200 %, other work', 2.0, True)):
+                                ('target of 250 %, other work', 2.5, True)):
         controller = LatencyController(share * whole)
         if loaded:
             with _Load():
