@@ -10,7 +10,6 @@ namespace chain {
 
 using decode::Best;
 using decode::Pair;
-using decode::form_chunks;
 using decode::grouped;
 using decode::kFloat;
 using decode::kInt4;
