@@ -110,11 +110,16 @@ inline Ahead choose_ahead(const qwen_vl_decode_model& model, const qwen_vl_decod
     return set_product(model, layers, m, op, 0, ahead, &p) + kReserved;
   };
   if (instance_rows(m.count) == 1) {
-    const Ahead even = {kAhead, kAhead, kAhead}, more = {kAheadDown[0], kAheadGate, kAhead};
-    const int gate = bytes(kGateUp, more.gate_up);
-    const int near = std::max(bytes(kDown, more.down), bytes(kOut, more.others));
-    // INT4 is no faster with it: nearly all that a block has of gate and up is copied ahead anyway.
-    return model.form != kInt4 && gate + near <= all ? more : even;
+    constexpr Ahead kOne[] = {{kAheadDown[0], kAheadGate, kAhead},
+                              {kAhead, kAhead, kAhead},
+                              {kAheadDown[0], kAhead, kAhead}};
+    for (const Ahead& one : kOne) {
+      // INT4 is no faster with more: nearly all of gate and up is copied ahead as it is.
+      if (one.gate_up > kAhead && model.form == kInt4) continue;
+      const int near = std::max(bytes(kDown, one.down), bytes(kOut, one.others));
+      if (bytes(kGateUp, one.gate_up) + near <= all) return one;
+    }
+    return kOne[1];
   }
   Ahead best = {kAheadDown[2], kAheadMany[1], kAheadMany[1]}, alone = best;
   bool side_by_side = false;
