@@ -130,3 +130,30 @@ def check_bits_alone(kernels, language, steps):
         kernels.step([1])
     for field in ('token', 'probability', 'margin'):
         assert (kernels.results[1, :steps][field] == together[field]).all()
+
+
+def check_masks_broken_rows_and_unknown_tokens(kernels, language):
+    """Hold a step to the mask of one sequence, the NaN of another, the odd token of a third."""
+    caches = filled(language, (20, 20, 20))
+    caches[1].rows[1, 1, :, 4] = float('nan')
+    admit(kernels, caches, [7, 7, language.config.vocab + 5])
+    mask = torch.zeros(language.config.vocab, dtype=torch.bool)
+    mask[[17, 400]] = True
+    kernels.step([0, 1, 2], [mask, None, None])
+    assert kernels.results[0, 0]['token'] in (17, 400)
+    assert kernels.results[:3, 0]['flags'].tolist() == [FINITE, 0, 0]
+
+
+def check_draws(kernels, language):
+    """Hold draws to their seed, whatever runs beside."""
+    drawn = set()
+    for seed in range(4):
+        tokens = []
+        for slots in ([0], [1, 0]):
+            caches = filled(language, (20, 9))
+            admit(kernels, caches, [7, 8], temperature=1.5, seed=seed)
+            kernels.step(slots)
+            tokens.append(int(kernels.results[0, 0]['token']))
+        assert tokens[0] == tokens[1]
+        drawn.add(tokens[0])
+    assert len(drawn) > 1

@@ -15,16 +15,16 @@ from decode_cases import (
     EMULATORS,
     LONG_HEADS,
     SMALL,
-    admit,
     check_bits_alone,
+    check_draws,
+    check_masks_broken_rows_and_unknown_tokens,
     check_two_steps,
     decoder,
     emulated,
-    filled,
 )
 
 from qwen_vl_ros.engine.cuda_decoder import _describe
-from qwen_vl_ros.kernels.decode import FINITE, DecodeKernels
+from qwen_vl_ros.kernels.decode import DecodeKernels
 from qwen_vl_ros.kernels.loader import KernelError
 
 pytestmark = pytest.mark.skipif(not shutil.which('g++'), reason='no C++ compiler')
@@ -55,31 +55,14 @@ def test_several_steps_in_one_launch_and_bits_alone(native):
 def test_masks_broken_rows_and_unknown_tokens(native):
     language = decoder(SMALL)
     kernels = DecodeKernels(*_describe(language), native=native)
-    caches = filled(language, (20, 20, 20))
-    caches[1].rows[1, 1, :, 4] = float('nan')
-    admit(kernels, caches, [7, 7, language.config.vocab + 5])
-    mask = torch.zeros(language.config.vocab, dtype=torch.bool)
-    mask[[17, 400]] = True
-    kernels.step([0, 1, 2], [mask, None, None])
-    assert kernels.results[0, 0]['token'] in (17, 400)
-    assert kernels.results[:3, 0]['flags'].tolist() == [FINITE, 0, 0]
+    check_masks_broken_rows_and_unknown_tokens(kernels, language)
 
 
 @torch.inference_mode()
 def test_a_seed_draws_the_same_token_whatever_runs_beside(native):
     language = decoder(SMALL)
     kernels = DecodeKernels(*_describe(language), native=native)
-    drawn = set()
-    for seed in range(4):
-        tokens = []
-        for slots in ([0], [1, 0]):
-            caches = filled(language, (20, 9))
-            admit(kernels, caches, [7, 8], temperature=1.5, seed=seed)
-            kernels.step(slots)
-            tokens.append(int(kernels.results[0, 0]['token']))
-        assert tokens[0] == tokens[1]
-        drawn.add(tokens[0])
-    assert len(drawn) > 1
+    check_draws(kernels, language)
 
 
 def test_what_no_kernel_serves_is_refused(native):

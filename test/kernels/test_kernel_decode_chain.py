@@ -17,6 +17,8 @@ from decode_cases import (
     SMALL,
     admit,
     check_bits_alone,
+    check_draws,
+    check_masks_broken_rows_and_unknown_tokens,
     check_two_steps,
     decoder,
     emulated,
@@ -88,14 +90,7 @@ def test_how_early_weights_are_asked_for_changes_no_bit(native):
 def test_masks_broken_rows_and_unknown_tokens(native, shape, kind):
     language = decoder(shape, kind)
     kernels = ChainKernels(*_describe(language), native=native)
-    caches = filled(language, (20, 20, 20))
-    caches[1].rows[1, 1, :, 4] = float('nan')
-    admit(kernels, caches, [7, 7, language.config.vocab + 5])
-    mask = torch.zeros(language.config.vocab, dtype=torch.bool)
-    mask[[17, 400]] = True
-    kernels.step([0, 1, 2], [mask, None, None])
-    assert kernels.results[0, 0]['token'] in (17, 400)
-    assert kernels.results[:3, 0]['flags'].tolist() == [FINITE, 0, 0]
+    check_masks_broken_rows_and_unknown_tokens(kernels, language)
     # What a broken sequence left behind does not reach the next one in its slot.
     fresh = filled(language, (20, 9))
     admit(kernels, [fresh[1], fresh[0]], [7, 7])
@@ -107,14 +102,4 @@ def test_masks_broken_rows_and_unknown_tokens(native, shape, kind):
 def test_a_seed_draws_the_same_token_whatever_runs_beside(native):
     language = decoder(SMALL)
     kernels = ChainKernels(*_describe(language), native=native)
-    drawn = set()
-    for seed in range(4):
-        tokens = []
-        for slots in ([0], [1, 0]):
-            caches = filled(language, (20, 9))
-            admit(kernels, caches, [7, 8], temperature=1.5, seed=seed)
-            kernels.step(slots)
-            tokens.append(int(kernels.results[0, 0]['token']))
-        assert tokens[0] == tokens[1]
-        drawn.add(tokens[0])
-    assert len(drawn) > 1
+    check_draws(kernels, language)
