@@ -157,7 +157,15 @@ class NextFrameSelector:
         check_signals(self.weights, REMEMBERED)
 
     def bind(self, engine: Engine) -> None:
-        """Take the engine whose answers are reflected on; called by the engine itself."""
+        """
+        Take the engine whose answers are reflected on; called by the engine itself.
+
+        :raises ValueError: when the gradient is to pass more layers than the decoder has.
+        """
+        most = engine.model.config.language.layers
+        if self.layers > most:
+            raise ValueError(f'the gradient is to pass {self.layers} layers; expected 0 (all) to '
+                             f'{most}, which the decoder has')
         self._engine = engine
         if self.base is not None:
             self.base.bind(engine)

@@ -251,7 +251,7 @@ def test_cameras_are_remembered_apart():
 
 def test_the_first_layers_give_another_map(choosing):
     item, maps = next(items('attribute', 'test', 1)), []
-    for layers in (0, 2, 1000):
+    for layers in (0, 2, 6):
         selector = make_selector('grad_cam', gradient_layers=layers)
         ask(choosing(selector), shot(item), item.question.text, 0.5)
         selector.reflect()
@@ -333,6 +333,8 @@ def test_a_type_that_is_none_is_named():
     (('--select', 'saliency', '--weights', 'head=1', '--model', str(TINY.parent / 'tiny-dense')),
      'ask: --weights: '),
     (('--gradient-layers', '-1'), '--gradient-layers is -1; expected 0'),
+    (('--select', 'next_frame', '--gradient-layers', '7'),
+     'to pass 7 layers; expected 0 (all) to 6'),
     (('--generic-every', '-3'), '--generic-every is -3; expected 0')])
 def test_the_option_that_cannot_be_used_is_named(tmp_path, words, expected, capsys):
     cv2.imwrite(str(tmp_path / 'scene.png'), np.zeros((84, 112, 3), np.uint8))
